@@ -1,0 +1,312 @@
+"""The one configuration tree: frozen, validated at process start, from a YAML file, environment variables and flags.
+
+Later sources win: defaults, then the file, then KVRELAY_SECTION_KEY variables, then flags. Only this file reads the
+environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from core.errors import ConfigError
+
+MIB = 1024 * 1024
+DEFAULT_MODEL = "smollm2"
+DTYPES = ("bfloat16", "float16", "float32")
+ENVIRONMENT_PREFIX = "KVRELAY_"
+
+
+def _check(condition: bool, field_name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(field_name, value, allowed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Which model. path: an alias (smollm2) or a Hugging Face folder. max_model_len 0: what the model was made for."""
+
+    path: str = DEFAULT_MODEL
+    served_name: str = ""
+    dtype: str = "bfloat16"
+    max_model_len: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.dtype in DTYPES, "model.dtype", self.dtype, " or ".join(DTYPES))
+        _check(self.max_model_len >= 0, "model.max_model_len", self.max_model_len, "0 (the model's own) or more")
+        _check(bool(self.path), "model.path", self.path, "an alias or a folder")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """One engine. kv_pool_mib sizes the pool unless num_blocks is set. long_prefill_token_threshold 0: no cap on a chunk.
+
+    policy: fcfs or priority (lower value first, then earlier arrival). save_decode_blocks: store blocks that fill while decoding, so that a
+    request can move to another node by a prefix hit. num_threads 0: what torch chooses.
+    """
+
+    block_size: int = 16
+    kv_pool_mib: int = 1024
+    num_blocks: int = 0
+    max_num_batched_tokens: int = 1024
+    max_num_seqs: int = 128
+    max_num_waiting: int = 2048
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    enable_prefix_caching: bool = True
+    policy: str = "fcfs"
+    save_decode_blocks: bool = True
+    num_threads: int = 0
+    lookup_timeout_s: float = 1.0
+    kv_load_timeout_s: float = 10.0
+    kv_save_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "kv_pool_mib", "max_num_batched_tokens", "max_num_seqs", "max_num_waiting"):
+            _check(getattr(self, name) >= 1, f"engine.{name}", getattr(self, name), "1 or more")
+        for name in ("num_blocks", "long_prefill_token_threshold", "num_threads"):
+            _check(getattr(self, name) >= 0, f"engine.{name}", getattr(self, name), "0 or more")
+        for name in ("lookup_timeout_s", "kv_load_timeout_s", "kv_save_timeout_s"):
+            _check(getattr(self, name) > 0, f"engine.{name}", getattr(self, name), "above 0")
+        _check(self.policy in ("fcfs", "priority"), "engine.policy", self.policy, "fcfs or priority")
+        _check(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "engine.max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            f"at least engine.max_num_seqs ({self.max_num_seqs}), so that every running request gets a token a step",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorOptions:
+    """Which store moves KV between nodes. `options` goes to the connector, which validates it."""
+
+    name: str = "shm"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """HTTP and control addresses, admission limits and deadlines. control_port 0: the HTTP port + 1.
+
+    local_prefill_max_tokens: prompts up to this length skip the prefill node (0: up to one block, which cannot be handed over).
+    prefill_timeout_s: how long PrefillDone may take before the decode node does it all; max_attempts bounds dispatches
+    of one request over all nodes.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    control_port: int = 0
+    policy: str = "least_loaded"
+    max_num_requests: int = 1024
+    max_body_bytes: int = 16 * MIB
+    max_choices: int = 64
+    request_timeout_s: float = 600.0
+    prefill_timeout_s: float = 120.0
+    node_wait_s: float = 10.0
+    heartbeat_interval_s: float = 0.5
+    heartbeat_timeout_s: float = 5.0
+    max_attempts: int = 4
+    local_prefill_max_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.port <= 65535, "router.port", self.port, "0 to 65535")
+        _check(0 <= self.control_port <= 65535, "router.control_port", self.control_port, "0 to 65535")
+        for name in ("max_num_requests", "max_body_bytes", "max_choices", "max_attempts"):
+            _check(getattr(self, name) >= 1, f"router.{name}", getattr(self, name), "1 or more")
+        for name in ("request_timeout_s", "prefill_timeout_s", "heartbeat_interval_s", "heartbeat_timeout_s"):
+            _check(getattr(self, name) > 0, f"router.{name}", getattr(self, name), "above 0")
+        _check(
+            self.heartbeat_timeout_s >= 2 * self.heartbeat_interval_s,
+            "router.heartbeat_timeout_s",
+            self.heartbeat_timeout_s,
+            f"at least twice router.heartbeat_interval_s ({self.heartbeat_interval_s})",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """One node's process. router: HOST:PORT of the router's control address. metrics_port -1: no metrics server, 0: any port."""
+
+    router: str = "127.0.0.1:8001"
+    node_id: str = ""
+    metrics_port: int = 0
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        host, _, port = self.router.rpartition(":")
+        _check(bool(host) and port.isdigit(), "node.router", self.router, "HOST:PORT")
+        _check(-1 <= self.metrics_port <= 65535, "node.metrics_port", self.metrics_port, "-1 to 65535")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """How many nodes of each role `kvrelay serve` starts."""
+
+    prefill: int = 1
+    decode: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self.prefill >= 0, "cluster.prefill", self.prefill, "0 or more")
+        _check(self.decode >= 1, "cluster.decode", self.decode, "1 or more: only decode nodes can finish a request")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The whole tree."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    connector: ConnectorOptions = field(default_factory=ConnectorOptions)
+    router: RouterOptions = field(default_factory=RouterOptions)
+    node: NodeOptions = field(default_factory=NodeOptions)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
+
+
+# Flags that users of other engines expect, beside the --section.key form that every key has.
+SHORT_FLAGS = {
+    "--model": "model.path",
+    "--served-model-name": "model.served_name",
+    "--dtype": "model.dtype",
+    "--max-model-len": "model.max_model_len",
+    "--connector": "connector.name",
+    "--host": "router.host",
+    "--port": "router.port",
+    "--control-port": "router.control_port",
+    "--router": "node.router",
+    "--node-id": "node.node_id",
+    "--metrics-port": "node.metrics_port",
+    "--prefill": "cluster.prefill",
+    "--decode": "cluster.decode",
+    "--block-size": "engine.block_size",
+    "--num-blocks": "engine.num_blocks",
+    "--max-num-seqs": "engine.max_num_seqs",
+    "--max-num-batched-tokens": "engine.max_num_batched_tokens",
+}
+
+
+def add_config_flags(parser: argparse.ArgumentParser, sections: Sequence[str]) -> None:
+    """Add --config, --connector-option, every key of `sections` as --section.key, and the short names to an argparse parser."""
+    parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
+    short_by_key: dict[str, list[str]] = {}
+    for flag, key in SHORT_FLAGS.items():
+        short_by_key.setdefault(key, []).append(flag)
+    hints = typing.get_type_hints(Config)
+    for section in sections:
+        for leaf in dataclasses.fields(hints[section]):
+            key = f"{section}.{leaf.name}"
+            if key == "connector.options":
+                parser.add_argument(
+                    "--connector-option", action="append", default=[], metavar="KEY=VALUE", help="option of the connector"
+                )
+                continue
+            names = [*short_by_key.get(key, []), f"--{key}"]
+            parser.add_argument(*names, dest=key, default=None, metavar=leaf.name.upper(), help=f"default {leaf.default!r}")
+
+
+def load_config(flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Config:
+    """Build the tree from a parsed argparse namespace's dict (see add_config_flags) and the environment.
+
+    Raises ConfigError naming the field, the value and what is allowed.
+    """
+    given = dict(flags or {})
+    tree: dict[str, Any] = {}
+    path = given.pop("config", None)
+    if path:
+        tree = _read_yaml(Path(path))
+    variables = os.environ if environment is None else environment
+    for key in _keys():
+        variable = ENVIRONMENT_PREFIX + key.replace(".", "_").upper()
+        if variable in variables:
+            _set(tree, key, variables[variable])
+        if given.get(key) is not None:
+            _set(tree, key, given[key])
+    for item in given.get("connector_option") or []:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError("--connector-option", item, "KEY=VALUE")
+        options = tree.setdefault("connector", {}).setdefault("options", {})
+        options[name] = yaml.safe_load(value)
+    return _convert(tree, Config, prefix="")
+
+
+def options_from_mapping(options_type: type[Any], options: Mapping[str, Any], prefix: str) -> Any:
+    """Build a connector's own frozen options dataclass from the free-form mapping. Raises ConfigError."""
+    known = {leaf.name for leaf in dataclasses.fields(options_type)}
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(f"{prefix}.{name}", value, f"one of the options {', '.join(sorted(known))}")
+    return _convert(dict(options), options_type, prefix=f"{prefix}.")
+
+
+def user_cache_dir() -> Path:
+    """Where converted models are kept: KVRELAY_CACHE_DIR, else XDG_CACHE_HOME/kvrelay, else ~/.cache/kvrelay."""
+    if explicit := os.environ.get("KVRELAY_CACHE_DIR"):
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
+
+
+def config_to_yaml(config: Config) -> str:
+    """The tree as YAML that load_config reads back unchanged."""
+    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+
+
+def _convert(tree: dict[str, Any], options_type: type[Any], prefix: str) -> Any:
+    try:
+        return msgspec.convert(tree, options_type, strict=False)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):  # a __post_init__ check: already says which field
+            raise error.__cause__ from None
+        what, _, path = str(error).rstrip("`").partition(" - at `$.")
+        value: Any = tree
+        for part in path.split("."):
+            value = value.get(part, value) if isinstance(value, dict) else value
+        raise ConfigError(f"{prefix}{path}", value, what) from error
+
+
+def _keys() -> list[str]:
+    hints = typing.get_type_hints(Config)
+    return [
+        f"{section}.{leaf.name}"
+        for section, options_type in hints.items()
+        for leaf in dataclasses.fields(options_type)
+        if f"{section}.{leaf.name}" != "connector.options"
+    ]
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    section, _, leaf = key.partition(".")
+    tree.setdefault(section, {})[leaf] = value
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError("--config", str(path), f"a readable YAML file ({error.strerror})") from error
+    except yaml.YAMLError as error:
+        raise ConfigError("--config", str(path), f"valid YAML ({error})") from error
+    if loaded is None:
+        return {}
+    hints = typing.get_type_hints(Config)
+    if not isinstance(loaded, dict):
+        raise ConfigError("--config", str(path), "a mapping of sections")
+    for section, leaves in loaded.items():
+        if section not in hints:
+            raise ConfigError(str(section), leaves, f"one of the sections {', '.join(hints)}")
+        if not isinstance(leaves, dict):
+            raise ConfigError(str(section), leaves, "a mapping of keys to values")
+        known = [leaf.name for leaf in dataclasses.fields(hints[section])]
+        for leaf, value in leaves.items():
+            if leaf not in known:
+                raise ConfigError(f"{section}.{leaf}", value, f"one of the keys {', '.join(known)}")
+    return {section: dict(leaves) for section, leaves in loaded.items()}

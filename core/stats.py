@@ -1,0 +1,51 @@
+"""Counters and gauges of one engine, as a plain value: written by the engine, sent in heartbeats, rendered by core/metrics.
+
+Counters are cumulative since the engine's start; gauges are of the last step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """One engine's counters and gauges. Times in seconds, sizes in bytes, everything else is a count.
+
+    Hits and queries are counted in tokens, once per request at its first admission. transfers: "direction.outcome" -> number of
+    blocks. waiting_by_reason: capacity, loading, constraint.
+    """
+
+    # gauges
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_by_reason: dict[str, int] = field(default_factory=dict)
+    oldest_waiting_age_s: float = 0.0
+    kv_usage_ratio: float = 0.0
+    num_blocks_total: int = 0
+    num_blocks_free: int = 0
+    num_blocks_cached: int = 0
+    step_prompt_tokens: int = 0
+    step_generation_tokens: int = 0
+    num_transfers_in_flight: int = 0
+    circuit_is_open: bool = False
+    store_bytes: int = 0
+    store_blocks: int = 0
+
+    # counters
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    prefix_cache_query_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0
+    external_query_tokens: int = 0
+    external_hit_tokens: int = 0
+    recomputed_prompt_tokens: int = 0
+    transfer_blocks: dict[str, int] = field(default_factory=dict)
+    transfer_bytes: dict[str, int] = field(default_factory=dict)
+    load_or_recompute: dict[str, int] = field(default_factory=dict)
+    connector_errors: dict[str, int] = field(default_factory=dict)
+    store_evictions: int = 0
+    requests_finished: dict[str, int] = field(default_factory=dict)
+    step_seconds: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,93 @@
+"""What the scheduler tells a model runner about one step, and what comes back: values only, no behaviour.
+
+The plan carries deltas: the runner keeps each request's tokens and block table between steps, and appends what it samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that the runner does not hold yet: first scheduled, or resumed after preemption.
+
+    token_ids: prompt and all output tokens so far; num_prompt_tokens: how many of them are prompt; block_ids: the block
+    table so far, covering at least num_computed_tokens plus this step's tokens. The lists belong to the scheduler:
+    a runner that keeps them copies them.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step's work.
+
+    num_scheduled_tokens is in batch order: {request_id: tokens to compute}, each from the request's num_computed_tokens on.
+    new_block_ids holds blocks to append to the block table, for continuing requests that got some. removed_request_ids
+    (finished, aborted or preempted since the last plan) are dropped by the runner before anything else.
+    num_common_prefix_blocks: leading blocks shared by every request of the batch.
+    """
+
+    step_id: int
+    num_scheduled_tokens: dict[str, int]
+    num_total_tokens: int
+    new_requests: list[NewRequest]
+    new_block_ids: dict[str, list[int]]
+    finished_request_ids: list[str]
+    preempted_request_ids: list[str]
+    num_common_prefix_blocks: int = 0
+
+    @property
+    def removed_request_ids(self) -> list[str]:
+        """Requests whose state the runner forgets."""
+        return self.finished_request_ids + self.preempted_request_ids
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token: of the token itself, its rank (1 is the most likely), and the best alternatives.
+
+    top: (token_id, logprob) pairs, most likely first, as many as were asked for. Natural logarithm, over the model's
+    distribution before temperature, penalties and filters, as vLLM's default "raw_logprobs".
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step produced.
+
+    sampled_token_ids is parallel to the plan's num_scheduled_tokens (same order): an empty list where the request's known
+    tokens are not all computed yet (a prompt chunk), else the sampled tokens. logprobs / prompt_logprobs hold
+    only requests that asked: logprobs parallel to the sampled tokens; prompt_logprobs for the prompt positions whose successor
+    token's probability this step computed, in position order (the first prompt token has none and is never listed).
+    """
+
+    sampled_token_ids: list[list[int]]
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+
+
+class ModelRunner(Protocol):
+    """Runs one step of the model over the KV pool that it was built with. Called from the step thread alone."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's tokens, write their KV into the pool, sample where a request's tokens are all computed.
+
+        An empty plan (no scheduled tokens) is allowed and only drops removed requests.
+        """
+        ...
