@@ -45,6 +45,11 @@ class ModelOptions:
         _check(self.max_model_len >= 0, "model.max_model_len", self.max_model_len, "0 (the model's own) or more")
         _check(bool(self.path), "model.path", self.path, "an alias or a folder")
 
+    @property
+    def name(self) -> str:
+        """The name that clients use: served_name, else the alias, else the folder's last part."""
+        return self.served_name or Path(self.path).name.removesuffix(".gguf")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
@@ -100,7 +105,8 @@ class RouterOptions:
 
     local_prefill_max_tokens: prompts up to this length skip the prefill node (0: up to one block, which cannot be handed over).
     prefill_timeout_s: how long PrefillDone may take before the decode node does it all; max_attempts bounds dispatches
-    of one request over all nodes.
+    of one request over all nodes. step_stall_timeout_s: a node whose step thread has not moved for so long gets nothing new and
+    loses its requests to others.
     """
 
     host: str = "127.0.0.1"
@@ -117,13 +123,20 @@ class RouterOptions:
     heartbeat_timeout_s: float = 5.0
     max_attempts: int = 4
     local_prefill_max_tokens: int = 0
+    step_stall_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "router.port", self.port, "0 to 65535")
         _check(0 <= self.control_port <= 65535, "router.control_port", self.control_port, "0 to 65535")
         for name in ("max_num_requests", "max_body_bytes", "max_choices", "max_attempts"):
             _check(getattr(self, name) >= 1, f"router.{name}", getattr(self, name), "1 or more")
-        for name in ("request_timeout_s", "prefill_timeout_s", "heartbeat_interval_s", "heartbeat_timeout_s"):
+        for name in (
+            "request_timeout_s",
+            "prefill_timeout_s",
+            "heartbeat_interval_s",
+            "heartbeat_timeout_s",
+            "step_stall_timeout_s",
+        ):
             _check(getattr(self, name) > 0, f"router.{name}", getattr(self, name), "above 0")
         _check(
             self.heartbeat_timeout_s >= 2 * self.heartbeat_interval_s,

@@ -61,7 +61,8 @@ class Transfer:
 class TransferResult:
     """A connector's last word on a transfer: the first num_blocks_ok blocks are moved and verified, the rest are not.
 
-    moved_bytes counts payload that crossed the medium (a save of a block that the store already holds moves none).
+    moved_bytes counts payload that crossed the medium (a save of a block that the store already holds moves none); duration_s
+    is the time from start_load / start_save to the end on the connector's side, queueing included (0: not measured).
     """
 
     transfer_id: int
@@ -69,6 +70,7 @@ class TransferResult:
     outcome: TransferOutcome
     moved_bytes: int = 0
     detail: str = ""
+    duration_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,269 @@
+"""One engine: scheduler, KV manager, ledger and model runner, advanced by step().
+
+Everything that touches the outside world (runner, connector, clock) is passed in. No threads, no sockets: whoever owns the
+engine calls it from one thread.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.clock import Clock
+from core.config import EngineOptions
+from core.engine_model import EngineModel
+from core.errors import ConfigError, InvalidInputError, OverloadedError
+from core.kv.block_pool import BlockPool
+from core.kv.connector import KVConnector
+from core.kv.ledger import TransferLedger
+from core.kv_cache_manager import KVCacheManager
+from core.request import FinishReason, Request, RequestStage
+from core.sampling_params import SamplingParams
+from core.scheduler import FinishedRequest, Scheduler, StepOutput
+from core.stats import EngineStats
+from core.step import ModelRunner, StepPlan, StepResult
+
+_logger = logging.getLogger(__name__)
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What an engine still holds. problems: sentences about counts that do not add up; empty when all is accounted for."""
+
+    counts: dict[str, int]
+    problems: tuple[str, ...]
+
+
+class EngineCore:
+    """Serves requests over a pool of num_blocks blocks that the runner and the connector were given."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        model: EngineModel,
+        num_blocks: int,
+        runner: ModelRunner,
+        connector: KVConnector | None,
+        clock: Clock,
+    ) -> None:
+        if num_blocks * options.block_size < model.max_model_len:
+            raise ConfigError(
+                "engine.num_blocks",
+                num_blocks,
+                f"at least {-(-model.max_model_len // options.block_size)} for model.max_model_len {model.max_model_len}; "
+                "raise engine.kv_pool_mib or engine.num_blocks, or lower model.max_model_len",
+            )
+        self.options = options
+        self.model = model
+        self.stats = EngineStats()
+        self._clock = clock
+        self._runner = runner
+        self._connector = connector
+        self._pool = BlockPool(num_blocks)
+        self._kv = KVCacheManager(self._pool, options.block_size, options.enable_prefix_caching)
+        self._ledger = TransferLedger(
+            connector,
+            self._pool,
+            clock,
+            self.stats,
+            block_size=options.block_size,
+            block_bytes=model.layout.block_bytes,
+            load_timeout_s=options.kv_load_timeout_s,
+            save_timeout_s=options.kv_save_timeout_s,
+        )
+        self._scheduler = Scheduler(options, self._kv, self._ledger, clock, self.stats)
+        self._deadlines: list[tuple[float, str]] = []  # a heap; entries of ended requests are skipped
+        self._handoffs: set[str] = set()  # prefill-stage requests whose blocks are not all visible in the store yet
+
+    # -- intake --------------------------------------------------------------------------------------------------------
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stage: RequestStage = RequestStage.DECODE,
+        priority: int = 0,
+        cache_salt: str = "",
+        time_left_s: float = float("inf"),
+    ) -> None:
+        """Queue a request. output_token_ids: tokens that were sampled elsewhere already.
+
+        Raises InvalidInputError when it can never be served, OverloadedError when the queue is full. time_left_s: seconds until it
+        ends with an error.
+        """
+        self._check_request(request_id, prompt_token_ids, output_token_ids, sampling)
+        if self._scheduler.num_waiting >= self.options.max_num_waiting:
+            raise OverloadedError(f"{self._scheduler.num_waiting} requests are waiting already", _RETRY_AFTER_S)
+        now_s = self._clock.now_s()
+        num_prompt = len(prompt_token_ids)
+        num_known = num_prompt + len(output_token_ids)
+        limit = num_known + 1 if stage is RequestStage.PREFILL else num_prompt + sampling.max_tokens
+        eos_token_ids = () if sampling.ignore_eos else self.model.eos_token_ids
+        request = Request(
+            request_id=request_id,
+            token_ids=[*prompt_token_ids, *output_token_ids],
+            num_prompt_tokens=num_prompt,
+            sampling=sampling,
+            stage=stage,
+            priority=priority,
+            arrival_s=now_s,
+            deadline_s=now_s + time_left_s,
+            root_hash=self.model.namespace.root_hash(cache_salt),
+            stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
+            max_total_tokens=min(limit, self.model.max_model_len),
+        )
+        if stage is RequestStage.PREFILL:
+            self._handoffs.add(request_id)
+        if request.deadline_s != float("inf"):
+            heapq.heappush(self._deadlines, (request.deadline_s, request_id))
+        self._scheduler.add_request(request)
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request without further news of it; False when it is not here. Its transfers end by themselves."""
+        self._handoffs.discard(request_id)
+        return self._scheduler.finish_request(request_id)
+
+    def abort_all(self) -> None:
+        """End every request without further news."""
+        for request_id in list(self._scheduler.requests):
+            self.abort_request(request_id)
+        self._handoffs.clear()
+
+    def _check_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], sampling: SamplingParams
+    ) -> None:
+        if request_id in self._scheduler.requests:
+            raise InvalidInputError("request_id", request_id, "an id that is not in use")
+        if not prompt_token_ids:
+            raise InvalidInputError("prompt", [], "at least one token")
+        num_known = len(prompt_token_ids) + len(output_token_ids)
+        if num_known >= self.model.max_model_len:
+            raise InvalidInputError("prompt", f"{num_known} tokens", f"fewer than {self.model.max_model_len} tokens")
+        for token_ids in (prompt_token_ids, output_token_ids):
+            if token_ids and not (0 <= min(token_ids) and max(token_ids) < self.model.vocab_size):
+                raise InvalidInputError("prompt", "a token id out of range", f"token ids from 0 to {self.model.vocab_size - 1}")
+        if len(output_token_ids) >= sampling.max_tokens:
+            raise InvalidInputError("max_tokens", sampling.max_tokens, f"more than the {len(output_token_ids)} tokens there are")
+        sampling.validate(self.model.vocab_size)
+
+    # -- stepping ------------------------------------------------------------------------------------------------------
+    def has_work(self) -> bool:
+        """True while a step could bring news: a request is here, or a transfer is on its way."""
+        return bool(self._scheduler.requests or self._ledger.num_in_flight or self._handoffs)
+
+    def step(self) -> StepOutput:
+        """Settle ended transfers, schedule, run the model once if there is anything to compute, and apply the result."""
+        output = StepOutput()
+        stats = self.stats
+        started_s = self._clock.now_s()
+        self._expire(started_s, output)
+        self._settle_transfers()
+        plan = self._scheduler.schedule(output)
+        scheduled_s = self._clock.now_s()
+        num_tokens = output.num_tokens
+        stats.step_prompt_tokens = stats.step_generation_tokens = 0
+        if num_tokens or plan.removed_request_ids:
+            result = self._execute(plan, output)
+            executed_s = self._clock.now_s()
+            if result is not None and num_tokens:
+                self._scheduler.update_from_output(plan, result, output)
+                stats.step_prompt_tokens = max(0, num_tokens - stats.step_generation_tokens)
+                if num_tokens > 2 * len(plan.num_scheduled_tokens):  # mostly prompt: says what recomputing costs
+                    self._ledger.cost.observe_prefill(num_tokens, executed_s - scheduled_s)
+            self._record_step_time(started_s, scheduled_s, executed_s)
+        self._report_handoffs(output)
+        self._scheduler.record_gauges()
+        stats.num_transfers_in_flight = self._ledger.num_in_flight
+        return output
+
+    def _execute(self, plan: StepPlan, output: StepOutput) -> StepResult | None:
+        """The one broad except of an engine's process: a step that the model cannot compute fails its requests, not the engine."""
+        try:
+            return self._runner.execute(plan)
+        except AssertionError:
+            raise
+        except Exception as error:
+            _logger.exception("step %d failed with %d requests", plan.step_id, len(plan.num_scheduled_tokens))
+            self._scheduler.fail_step(plan, f"the model runner failed: {error}", output)
+            return None
+
+    def _expire(self, now_s: float, output: StepOutput) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _deadline_s, request_id = heapq.heappop(self._deadlines)
+            request = self._scheduler.requests.get(request_id)
+            if request is not None and request.deadline_s <= now_s:
+                self.abort_request(request_id)
+                output.finished[request_id] = FinishedRequest(FinishReason.ERROR, error="deadline exceeded")
+
+    def _settle_transfers(self) -> None:
+        ended = self._ledger.poll()
+        if ended:
+            self._scheduler.on_transfers_ended(ended)
+
+    def _report_handoffs(self, output: StepOutput) -> None:
+        """A prefill-stage request is done when it has ended and the ledger has no save of it that still could become visible."""
+        if not self._handoffs:
+            return
+        for request_id in list(self._handoffs):
+            if request_id not in self._scheduler.requests and not self._ledger.num_saves_of(request_id):
+                self._handoffs.remove(request_id)
+                output.prefill_done.append(request_id)
+
+    def _record_step_time(self, started_s: float, scheduled_s: float, executed_s: float) -> None:
+        seconds = self.stats.step_seconds
+        for phase, duration_s in (
+            ("schedule", scheduled_s - started_s),
+            ("execute", executed_s - scheduled_s),
+            ("update", self._clock.now_s() - executed_s),
+        ):
+            seconds[phase] = seconds.get(phase, 0.0) + duration_s
+        self.stats.num_steps += 1
+
+    # -- health --------------------------------------------------------------------------------------------------------
+    def num_waiting_tokens(self) -> int:
+        """Tokens of requests here that are not computed yet."""
+        return sum(r.num_tokens_with_spec - r.num_computed_tokens for r in self._scheduler.requests.values())
+
+    def record_store_stats(self) -> None:
+        """Copy the connector's own counts into the stats; cheap, but not needed at every step."""
+        if self._connector is not None:
+            store = self._connector.stats()
+            self.stats.store_bytes = store.store_bytes
+            self.stats.store_blocks = store.store_blocks
+            self.stats.store_evictions = store.num_evictions
+
+    def audit(self) -> Audit:
+        """Account for every block reference: each belongs to a request's table or to a transfer, else it leaked."""
+        requests = self._scheduler.requests.values()
+        num_table_references = sum(len(request.block_ids) for request in requests)
+        counts = {
+            "requests": len(requests),
+            "blocks_used": self._pool.num_blocks - self._pool.num_free,
+            "block_references": self._pool.num_references(),
+            "request_references": num_table_references,
+            "transfer_pins": self._ledger.num_pins,
+            "transfers_in_flight": self._ledger.num_in_flight,
+            "transfers_overdue": self._ledger.num_overdue,
+            "handoffs_pending": len(self._handoffs),
+            "store_open_references": self._connector.stats().num_open_references if self._connector else 0,
+        }
+        problems = []
+        accounted = num_table_references + self._ledger.num_pins
+        if counts["block_references"] != accounted:
+            problems.append(f"{counts['block_references']} block references, but requests and transfers hold {accounted}")
+        if self._ledger.num_overdue:
+            problems.append(f"{self._ledger.num_overdue} transfers are past their deadline and still hold blocks")
+        return Audit(counts, tuple(problems))
+
+    def try_reset_prefix_cache(self, *, force: bool = False) -> bool:
+        """Forget cached KV; see Scheduler.try_reset_prefix_cache."""
+        return self._scheduler.try_reset_prefix_cache(force=force)
+
+    def close(self) -> None:
+        """Close the connector and settle what was in flight."""
+        self._ledger.close()

@@ -1,0 +1,32 @@
+"""Stops asking a store that keeps failing, and probes it again later. Plain state; the caller brings the time."""
+
+from __future__ import annotations
+
+_MAX_CONSECUTIVE_FAILURES = 3
+_FIRST_PAUSE_S = 0.5
+_MAX_PAUSE_S = 4.0  # a recovered store is used again within five seconds
+
+
+class CircuitBreaker:
+    """Closed: everything passes. Open: nothing passes until the pause is over; then one failure reopens it for longer."""
+
+    def __init__(self) -> None:
+        self._num_failures = 0
+        self._pause_s = _FIRST_PAUSE_S
+        self._open_until_s = float("-inf")
+
+    def allows(self, now_s: float) -> bool:
+        """True when the store may be asked."""
+        return now_s >= self._open_until_s
+
+    def record_success(self) -> None:
+        """The store did what it was asked, or said honestly that it has not got it."""
+        self._num_failures = 0
+        self._pause_s = _FIRST_PAUSE_S
+
+    def record_failure(self, now_s: float) -> None:
+        """The store raised, reported an error or missed a deadline."""
+        self._num_failures += 1
+        if self._num_failures >= _MAX_CONSECUTIVE_FAILURES:
+            self._open_until_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)

@@ -1,0 +1,158 @@
+"""The node's I/O thread: one socket to the router, registration, heartbeats, and two bounded queues to and from the step thread.
+
+Knows nothing of engines: commands come in, messages go out. The step thread never touches the socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+
+import msgspec
+import zmq
+
+from core.errors import WireError
+from core.wire import messages
+from core.wire.sockets import open_node_socket
+
+_logger = logging.getLogger(__name__)
+_REGISTER_RETRY_S = 1.0
+
+
+class NodeLink:
+    """Owns the thread and the socket. `commands` is read by the step thread; everything else goes through methods.
+
+    A RegisterAgain among the commands means that the router has forgotten us: the step thread drops its requests then.
+    """
+
+    def __init__(self, router_address: str, registration: messages.Register) -> None:
+        self.commands: deque[messages.RouterMessage] = deque()
+        self.refusal = ""
+        self.is_registered = threading.Event()
+        self._registration = registration
+        self._router_address = router_address
+        self._outbox: deque[messages.NodeMessage] = deque()
+        self._heartbeat: messages.Heartbeat | None = None
+        self._heartbeat_set_s = 0.0
+        self._heartbeat_interval_s = 0.5
+        self._has_command = threading.Event()
+        self._is_closed = False
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._thread = threading.Thread(target=self._run, name="node-link", daemon=True)
+
+    def start(self) -> None:
+        """Connect and register; returns at once."""
+        self._thread.start()
+
+    def send(self, message: messages.NodeMessage) -> None:
+        """Queue a message for the router. Any thread."""
+        self._outbox.append(message)
+        self._wake()
+
+    def set_heartbeat(self, heartbeat: messages.Heartbeat) -> None:
+        """What the next heartbeats say. Its values must not change afterwards. Any thread."""
+        self._heartbeat = heartbeat
+        self._heartbeat_set_s = time.monotonic()
+
+    def wait_for_command(self, timeout_s: float) -> bool:
+        """Block the step thread until a command is there, wake() is called, or the time is over."""
+        if self._has_command.wait(timeout_s):
+            self._has_command.clear()
+            return True
+        return False
+
+    def wake_step_thread(self) -> None:
+        """End a wait_for_command. Any thread: connectors call it when a transfer ends."""
+        self._has_command.set()
+
+    def close(self) -> None:
+        """Send what is queued, then end the thread. Safe to repeat."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._wake()
+            self._thread.join(timeout=5.0)
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"x")
+        except BlockingIOError:
+            pass  # the pipe is full of wake-ups already
+
+    def _run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        identity = f"{self._registration.node_id}:{self._registration.generation:x}".encode()
+        socket = open_node_socket(context, self._router_address, identity)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        next_register_s = next_heartbeat_s = 0.0
+        while not self._is_closed:
+            now_s = time.monotonic()
+            if not self.is_registered.is_set():
+                if now_s >= next_register_s:
+                    self._send_now(socket, self._registration)
+                    next_register_s = now_s + _REGISTER_RETRY_S
+            elif now_s >= next_heartbeat_s:
+                self._send_heartbeat(socket, now_s)
+                next_heartbeat_s = now_s + self._heartbeat_interval_s
+            due_s = next_heartbeat_s if self.is_registered.is_set() else next_register_s
+            ready = dict(poller.poll(max(1, int((due_s - now_s) * 1000))))
+            if self._wake_read in ready:
+                os.read(self._wake_read, 65536)
+            if socket in ready:
+                self._receive_all(socket)
+            self._flush(socket)
+        self._flush(socket)
+        context.destroy(linger=200)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _send_heartbeat(self, socket: zmq.Socket[bytes], now_s: float) -> None:
+        """With the age of what it says: a step thread that is stuck shows, although this thread lives."""
+        if (heartbeat := self._heartbeat) is not None:
+            load = msgspec.structs.replace(heartbeat.load, step_age_s=max(0.0, now_s - self._heartbeat_set_s))
+            self._send_now(socket, msgspec.structs.replace(heartbeat, load=load))
+
+    def _flush(self, socket: zmq.Socket[bytes]) -> None:
+        while self._outbox:
+            self._send_now(socket, self._outbox.popleft())
+
+    def _send_now(self, socket: zmq.Socket[bytes], message: messages.NodeMessage) -> None:
+        try:
+            socket.send(messages.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # the router has been away for long: it will ask us to register again, and what we say now is moot
+            _logger.warning("dropped a %s: the queue to the router is full", type(message).__name__)
+
+    def _receive_all(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                payload = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = messages.decode_router_message(payload)
+            except WireError as error:
+                _logger.warning("ignored a message: %s", error)
+                continue
+            self._handle(message)
+
+    def _handle(self, message: messages.RouterMessage) -> None:
+        if isinstance(message, messages.RegisterReply):
+            self.refusal = message.refusal
+            self._heartbeat_interval_s = message.heartbeat_interval_s
+            self.is_registered.set()
+            self._has_command.set()
+        elif isinstance(message, messages.Ping):
+            pass
+        else:
+            if isinstance(message, messages.RegisterAgain):
+                if not self.is_registered.is_set():
+                    return  # a registration is already on its way
+                self.is_registered.clear()
+            self.commands.append(message)
+            self._has_command.set()

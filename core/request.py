@@ -1,0 +1,107 @@
+"""A request's state inside one engine, and the one function that moves it between statuses.
+
+The scheduler is the only writer, apart from what the cache manager keeps of a request's blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from core.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """WAITING holds no blocks. LOADING waits for a transfer and holds none either (the transfer does). RUNNING has its blocks."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class RequestStage(enum.Enum):
+    """What is wanted of this engine: PREFILL computes the prompt, samples one token and saves the blocks; DECODE runs to the end."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+_TRANSITIONS = {
+    RequestStatus.WAITING: {RequestStatus.LOADING, RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.LOADING: {RequestStatus.WAITING, RequestStatus.FINISHED},
+    RequestStatus.RUNNING: {RequestStatus.WAITING, RequestStatus.FINISHED},
+    RequestStatus.FINISHED: set(),
+}
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One request. Tokens are counted from the start of the prompt; blocks are of block_size tokens.
+
+    token_ids: prompt followed by output. num_computed_tokens: leading tokens whose KV is in our blocks, or will be once the steps
+    in flight are done. block_hashes: names of the leading full blocks of token_ids, as far as they were needed.
+    num_committed_blocks: leading blocks that the prefix cache knows. num_saved_blocks: leading blocks handed to the store.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stage: RequestStage = RequestStage.DECODE
+    priority: int = 0
+    arrival_index: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float = float("inf")
+    root_hash: bytes = b""
+    stop_token_ids: frozenset[int] = frozenset()
+    max_total_tokens: int = 0  # prompt + output at which the request ends
+
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_committed_blocks: int = 0
+    num_saved_blocks: int = 0
+
+    num_loaded_tokens: int = 0  # brought by transfers for this request, whether or not still in our blocks
+    num_loads: int = 0
+    may_load: bool = True
+    lookup_started_s: float | None = None
+    num_cached_tokens: int | None = None  # hit tokens at first admission; None before it
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        """Tokens whose KV the engine wants computed: prompt, output and drafts (none yet)."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far, here or on a node that had the request before."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def may_hit(self) -> bool:
+        """False when every prompt position must be computed here: its log-probabilities are wanted."""
+        return self.sampling.prompt_logprobs is None or self.num_output_tokens > 0
+
+    @property
+    def schedule_key(self) -> tuple[int, int]:
+        """Order of service: lower priority value first, then earlier arrival."""
+        return (self.priority, self.arrival_index)
+
+
+def transition(request: Request, status: RequestStatus) -> None:
+    """Move a request to `status`. An illegal move is a bug and asserts."""
+    assert status in _TRANSITIONS[request.status], f"{request.request_id}: {request.status.name} -> {status.name}"
+    request.status = status

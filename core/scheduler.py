@@ -1,0 +1,466 @@
+"""Which tokens are computed in the next step, and what a step's result means for its requests.
+
+There is no prefill phase and no decode phase: a request has num_computed_tokens and num_tokens_with_spec, and each step lets the
+first catch up with the second under a token budget. Loads, saves and the store are the ledger's business. Step thread only.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from core.clock import Clock
+from core.config import EngineOptions
+from core.kv.ledger import EndedTransfer, TransferLedger
+from core.kv_cache_manager import KVCacheManager
+from core.request import FinishReason, Request, RequestStage, RequestStatus, transition
+from core.stats import EngineStats
+from core.step import NewRequest, StepPlan, StepResult, TokenLogprob
+
+_MAX_LOADS_PER_REQUEST = 2  # a load whose blocks were evicted before they were used is repeated once, then computed
+
+
+@dataclass(slots=True)
+class FinishedRequest:
+    """How a request ended. stop_token_id: the stop token that ended it, if one did. error: what went wrong, in words."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """News of one step, by request_id.
+
+    first_index: position of the first of new_token_ids among the request's output tokens. num_cached_tokens: known tokens that were
+    hits, told once, at first admission. prefill_done: prefill-stage requests whose blocks are visible in the store. num_tokens:
+    how many tokens the step computed; 0 means that only transfers can bring news.
+    """
+
+    num_tokens: int = 0
+    new_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    first_index: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, FinishedRequest] = field(default_factory=dict)
+    num_cached_tokens: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    prefill_done: list[str] = field(default_factory=list)
+
+
+class _Admission(enum.Enum):
+    """What became of the request at the head of the queue."""
+
+    ADMITTED = "admitted"
+    LOADING = "loading"  # stepped aside until a transfer ends
+    UNDECIDED = "undecided"  # the store does not know yet what it has: steps aside until the next step
+    NO_ROOM = "no_room"  # nobody jumps the queue
+
+
+class Scheduler:
+    """Owns every request's state from add_request to its end."""
+
+    def __init__(
+        self, options: EngineOptions, kv: KVCacheManager, ledger: TransferLedger, clock: Clock, stats: EngineStats
+    ) -> None:
+        self._options = options
+        self._kv = kv
+        self._ledger = ledger
+        self._clock = clock
+        self._stats = stats
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []  # in order of admission
+        self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap; requests that ended meanwhile are skipped when met
+        self._loading: dict[int, list[Request]] = {}  # by transfer_id
+        self._num_waiting = 0
+        self._num_undecided = 0
+        self._next_arrival_index = 0
+        self._next_step_id = 0
+        self._finished_request_ids: list[str] = []  # since the last plan, for the runner
+        self._num_common_prefix_blocks = 0
+        self._is_batch_changed = True
+
+    # -- intake --------------------------------------------------------------------------------------------------------
+    def add_request(self, request: Request) -> None:
+        """Queue a new request. Its id must be unused."""
+        assert request.request_id not in self.requests, f"{request.request_id} is already here"
+        request.arrival_index = self._next_arrival_index
+        self._next_arrival_index += 1
+        if self._options.policy == "fcfs":
+            request.priority = 0
+        self.requests[request.request_id] = request
+        self._push_waiting(request)
+
+    def finish_request(self, request_id: str) -> bool:
+        """End a request from outside (abort, deadline). False when it is not here. Its transfers end by themselves."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, FinishReason.ABORT)
+        self._drop_ended_from_running()
+        return True
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+    def schedule(self, output: StepOutput) -> StepPlan:
+        """Choose the next step's tokens. News that needs no result (hits counted at admission) goes to `output`.
+
+        Running requests come first, in order of admission; then waiting ones by (priority, arrival), none of which jumps the queue
+        when the head does not fit. Hits cost no budget. num_computed_tokens is advanced here, so that the next step can be
+        scheduled before this one's result is in.
+        """
+        budget = self._options.max_num_batched_tokens
+        chunk_limit = self._options.long_prefill_token_threshold or budget
+        num_scheduled: dict[str, int] = {}
+        new_block_ids: dict[str, list[int]] = {}
+        new_requests: list[NewRequest] = []
+        preempted: list[Request] = []
+        block_size = self._kv.block_size
+
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            num_tokens = request.num_tokens_with_spec - request.num_computed_tokens
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, chunk_limit, budget)
+            elif num_tokens == 0:  # its last token is not sampled yet
+                index += 1
+                continue
+            num_needed = request.num_computed_tokens + num_tokens
+            if num_needed > len(request.block_ids) * block_size:
+                while (grown := self._kv.try_grow(request, num_needed)) is None:
+                    victim = self._choose_victim(request)
+                    if victim is None:
+                        break
+                    budget += num_scheduled.pop(victim.request_id, 0)
+                    new_block_ids.pop(victim.request_id, None)
+                    index -= self.running.index(victim) < index
+                    self._preempt(victim)
+                    preempted.append(victim)
+                    if victim is request:
+                        break
+                if grown is None:  # preempted itself, or every block is held by transfers that will end: not in this step
+                    index += request.status is RequestStatus.RUNNING
+                    continue
+                new_block_ids[request.request_id] = grown
+            num_scheduled[request.request_id] = num_tokens
+            budget -= num_tokens
+            index += 1
+
+        stepped_aside: list[Request] = []
+        while not preempted and budget > 0 and len(self.running) < self._options.max_num_seqs:
+            waiting = self._pop_waiting()
+            if waiting is None:
+                break
+            limit = min(budget, chunk_limit)
+            admission, num_tokens = self._try_admit(waiting, limit if self._options.enable_chunked_prefill else budget, output)
+            if admission is _Admission.ADMITTED:
+                num_scheduled[waiting.request_id] = num_tokens
+                budget -= num_tokens
+                new_requests.append(
+                    NewRequest(
+                        waiting.request_id,
+                        waiting.token_ids,
+                        waiting.num_prompt_tokens,
+                        waiting.num_computed_tokens,
+                        waiting.block_ids,
+                        waiting.sampling,
+                    )
+                )
+            elif admission is _Admission.UNDECIDED:
+                stepped_aside.append(waiting)
+            elif admission is _Admission.NO_ROOM:
+                self._push_waiting(waiting)
+                break
+        for waiting in stepped_aside:
+            self._push_waiting(waiting)
+        self._num_undecided = len(stepped_aside)
+
+        for request_id, num_tokens in num_scheduled.items():
+            self.requests[request_id].num_computed_tokens += num_tokens
+        if self._is_batch_changed:
+            self._num_common_prefix_blocks = self._kv.num_common_prefix_blocks(self.running)
+            self._is_batch_changed = False
+        output.num_tokens = self._options.max_num_batched_tokens - budget
+        plan = StepPlan(
+            step_id=self._next_step_id,
+            num_scheduled_tokens=num_scheduled,
+            num_total_tokens=output.num_tokens,
+            new_requests=new_requests,
+            new_block_ids=new_block_ids,
+            finished_request_ids=self._finished_request_ids,
+            preempted_request_ids=[request.request_id for request in preempted],
+            num_common_prefix_blocks=self._num_common_prefix_blocks,
+        )
+        self._finished_request_ids = []
+        self._next_step_id += 1
+        return plan
+
+    def update_from_output(self, plan: StepPlan, result: StepResult, output: StepOutput) -> None:
+        """Apply a step's result: the only place where results move state. Requests that ended meanwhile are skipped."""
+        requests = self.requests
+        block_size = self._kv.block_size
+        new_token_ids, first_index = output.new_token_ids, output.first_index
+        num_generated = 0
+        for request_id, sampled in zip(plan.num_scheduled_tokens, result.sampled_token_ids, strict=True):
+            request = requests.get(request_id)
+            if request is None or request.status is not RequestStatus.RUNNING:
+                continue
+            if request.num_computed_tokens - request.num_committed_blocks * block_size >= block_size:
+                self._kv.commit(request)
+                self._save_committed(request)
+            if not sampled:
+                continue
+            num_generated += len(sampled)
+            token_ids = request.token_ids
+            first_index[request_id] = len(token_ids) - request.num_prompt_tokens
+            for index, token_id in enumerate(sampled):
+                token_ids.append(token_id)
+                if token_id in request.stop_token_ids or len(token_ids) >= request.max_total_tokens:
+                    finished = self._check_stop(request, token_id)
+                    if finished is not None:
+                        sampled = sampled[: index + 1]
+                        output.finished[request_id] = finished
+                        self._finish(request, finished.reason)
+                        break
+            new_token_ids[request_id] = sampled
+        if result.logprobs:
+            output.logprobs.update(result.logprobs)
+        if result.prompt_logprobs:
+            output.prompt_logprobs.update(result.prompt_logprobs)
+        self._drop_ended_from_running()
+        self._stats.num_generation_tokens += num_generated
+        self._stats.step_generation_tokens = num_generated
+
+    def fail_step(self, plan: StepPlan, error: str, output: StepOutput) -> None:
+        """The runner could not compute the plan: its requests end with an error, nothing they computed in it is kept."""
+        for request_id in plan.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            if request is not None:
+                output.finished[request_id] = FinishedRequest(FinishReason.ERROR, error=error)
+                self._finish(request, FinishReason.ERROR)
+        self._drop_ended_from_running()
+
+    def on_transfers_ended(self, ended: Iterable[EndedTransfer]) -> None:
+        """Requests that waited for these loads go back to their place in the queue; what arrived is now a local hit."""
+        for end in ended:
+            transfer = end.transfer
+            for request in self._loading.pop(transfer.transfer_id, ()):
+                if request.status is not RequestStatus.LOADING:
+                    continue
+                request.num_loaded_tokens += end.num_blocks_ok * self._kv.block_size
+                if end.num_blocks_ok < len(transfer.block_ids):
+                    request.may_load = False  # the failed tail is computed; asking again could go on for ever
+                transition(request, RequestStatus.WAITING)
+                self._push_waiting(request)
+
+    # -- admission -----------------------------------------------------------------------------------------------------
+    def _try_admit(self, request: Request, limit: int, output: StepOutput) -> tuple[_Admission, int]:
+        """Try to start a waiting request with at most `limit` tokens in this step: (what became of it, tokens scheduled)."""
+        kv = self._kv
+        hit_block_ids = kv.find_local_hit(request)
+        admission = self._try_start_load(request, hit_block_ids)
+        if admission is not None:
+            return admission, 0
+        num_known = request.num_tokens_with_spec
+        num_hit_tokens = len(hit_block_ids) * kv.block_size
+        num_tokens = num_known - num_hit_tokens
+        if num_tokens > limit:
+            if not self._options.enable_chunked_prefill and limit < self._options.max_num_batched_tokens:
+                return _Admission.NO_ROOM, 0
+            num_tokens = limit  # without chunking only what no single step could hold is cut
+        if not kv.try_allocate_table(request, hit_block_ids, num_known):
+            return _Admission.NO_ROOM, 0
+        transition(request, RequestStatus.RUNNING)
+        self.running.append(request)
+        self._is_batch_changed = True
+        request.num_computed_tokens = num_hit_tokens
+        request.num_saved_blocks = len(hit_block_ids)
+        if hit_block_ids and request.stage is RequestStage.PREFILL:
+            # Hits were saved when they were computed, but the store may have evicted them since: a handoff needs all.
+            self._ledger.start_save(request.request_id, hit_block_ids, request.block_hashes[: len(hit_block_ids)])
+        if request.num_cached_tokens is None:
+            self._count_first_admission(request, num_hit_tokens)
+            output.num_cached_tokens[request.request_id] = num_hit_tokens
+        return _Admission.ADMITTED, num_tokens
+
+    def _try_start_load(self, request: Request, hit_block_ids: list[int]) -> _Admission | None:
+        """Step aside for a load when the store has more of the prefix than we do; None: go on with what is here.
+
+        The request holds no blocks while it waits: the transfer does, and leaves them as prefix hits. So a load can never block
+        another one for ever; and it only starts when the whole prompt would fit now, so that it is not evicted before it is used.
+        """
+        kv, ledger = self._kv, self._ledger
+        num_local = len(hit_block_ids)
+        max_hit = kv.max_hit_blocks(request)
+        if not (request.may_load and request.may_hit and kv.enable_prefix_caching) or num_local >= max_hit:
+            return None
+        transfer_id = ledger.loading_transfer_id(request.block_hashes[num_local])
+        if transfer_id is not None:  # single flight
+            self._wait_for_transfer(request, transfer_id)
+            return _Admission.LOADING
+        hashes = request.block_hashes[:max_hit]
+        num_external = ledger.num_external_blocks(request.request_id, hashes, num_local)
+        if num_external is None:
+            now_s = self._clock.now_s()
+            if request.lookup_started_s is None:
+                request.lookup_started_s = now_s
+            if now_s - request.lookup_started_s < self._options.lookup_timeout_s:
+                return _Admission.UNDECIDED
+            num_external = 0
+        if num_external == 0:
+            return None
+        for end in range(num_local + 1, num_local + num_external):
+            if ledger.loading_transfer_id(hashes[end]) is not None:  # the rest is on its way for somebody else
+                num_external = end - num_local
+                break
+        if request.num_loads >= _MAX_LOADS_PER_REQUEST or not ledger.should_load(num_external):
+            request.may_load = False
+            return None
+        block_ids = kv.try_allocate_for_load(request, hit_block_ids, num_external)
+        if block_ids is None:
+            return _Admission.NO_ROOM
+        load_hashes = hashes[num_local : num_local + num_external]
+        transfer_id = ledger.start_load(request.request_id, block_ids, load_hashes, hit_block_ids)
+        if transfer_id is None:
+            return None
+        request.num_loads += 1
+        self._wait_for_transfer(request, transfer_id)
+        return _Admission.LOADING
+
+    def _wait_for_transfer(self, request: Request, transfer_id: int) -> None:
+        transition(request, RequestStatus.LOADING)
+        self._loading.setdefault(transfer_id, []).append(request)
+
+    def _count_first_admission(self, request: Request, num_hit_tokens: int) -> None:
+        """Hits are counted once per request, here, whatever retries and preemptions follow."""
+        stats = self._stats
+        request.num_cached_tokens = num_hit_tokens
+        num_external = min(request.num_loaded_tokens, num_hit_tokens)
+        stats.num_prompt_tokens += request.num_tokens_with_spec
+        if self._kv.enable_prefix_caching:
+            stats.prefix_cache_query_tokens += request.num_tokens_with_spec
+            stats.prefix_cache_hit_tokens += num_hit_tokens - num_external
+            stats.external_query_tokens += request.num_tokens_with_spec - (num_hit_tokens - num_external)
+            stats.external_hit_tokens += num_external
+        stats.recomputed_prompt_tokens += request.num_tokens_with_spec - num_hit_tokens
+
+    # -- queue ---------------------------------------------------------------------------------------------------------
+    def _push_waiting(self, request: Request) -> None:
+        heapq.heappush(self._waiting, (request.schedule_key, request))
+        self._num_waiting += 1
+
+    def _pop_waiting(self) -> Request | None:
+        """Take the head of the queue, dropping requests that ended while they waited."""
+        while self._waiting:
+            _key, request = heapq.heappop(self._waiting)
+            if request.status is RequestStatus.WAITING:
+                self._num_waiting -= 1
+                return request
+        return None
+
+    # -- preemption and end --------------------------------------------------------------------------------------------
+    def _choose_victim(self, request: Request) -> Request | None:
+        """The lowest-priority, then youngest running request whose blocks would come back now, possibly `request` itself.
+
+        None: preempting would free nothing, because transfers hold the blocks; those end, so waiting is enough.
+        """
+        if self.running == [request]:
+            return None
+        for candidate in sorted(self.running, key=lambda candidate: candidate.schedule_key, reverse=True):
+            if self._kv.num_freed_by_release(candidate) > 0:
+                return candidate
+        return None
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's blocks; it starts over from what the prefix cache then still has."""
+        self.running.remove(request)
+        self._kv.release(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.may_load = True
+        request.num_loads = 0
+        transition(request, RequestStatus.WAITING)
+        self._push_waiting(request)
+        self._stats.num_preemptions += 1
+        self._is_batch_changed = True
+
+    def try_reset_prefix_cache(self, *, force: bool = False) -> bool:
+        """Forget cached KV. Declines while blocks are in use, unless forced: then running requests are preempted first."""
+        if force:
+            for request in list(self.running):
+                self._preempt(request)
+                self._finished_request_ids.append(request.request_id)  # the runner forgets it too
+        return self._kv.pool.try_reset_hashes()
+
+    def _check_stop(self, request: Request, token_id: int) -> FinishedRequest | None:
+        """Whether the token just appended ends its request. Stop tokens count from min_tokens on."""
+        if token_id in request.stop_token_ids and request.num_output_tokens >= request.sampling.min_tokens:
+            is_named = token_id in request.sampling.stop_token_ids
+            return FinishedRequest(FinishReason.STOP, stop_token_id=token_id if is_named else None)
+        if len(request.token_ids) >= request.max_total_tokens:
+            return FinishedRequest(FinishReason.LENGTH)
+        return None
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.status is RequestStatus.WAITING:
+            self._num_waiting -= 1
+            if len(self._waiting) > 2 * self._num_waiting + 64:  # mostly requests that ended while they waited
+                self._waiting = [entry for entry in self._waiting if entry[1] is not request and _is_waiting(entry[1])]
+                heapq.heapify(self._waiting)
+        if request.status is RequestStatus.RUNNING:
+            self._is_batch_changed = True
+            self._finished_request_ids.append(request.request_id)
+        self._kv.release(request)
+        transition(request, RequestStatus.FINISHED)
+        del self.requests[request.request_id]
+        counts = self._stats.requests_finished
+        counts[reason.value] = counts.get(reason.value, 0) + 1
+
+    def _drop_ended_from_running(self) -> None:
+        if self._is_batch_changed:
+            self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+
+    def _save_committed(self, request: Request) -> None:
+        """Hand newly full blocks to the store, while later chunks are still being computed."""
+        last = request.num_committed_blocks
+        if request.stage is RequestStage.DECODE and not self._options.save_decode_blocks:
+            last = min(last, request.num_prompt_tokens // self._kv.block_size)
+        first = request.num_saved_blocks
+        if last > first and self._kv.enable_prefix_caching:
+            request.num_saved_blocks = last
+            self._ledger.start_save(request.request_id, request.block_ids[first:last], request.block_hashes[first:last])
+
+    # -- what is going on ----------------------------------------------------------------------------------------------
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are queued and not loading."""
+        return self._num_waiting
+
+    @property
+    def num_loading(self) -> int:
+        """Requests that wait for a transfer."""
+        return sum(request.status is RequestStatus.LOADING for waiters in self._loading.values() for request in waiters)
+
+    def record_gauges(self) -> None:
+        """Write the queue's and the pool's present state to the stats."""
+        stats, pool = self._stats, self._kv.pool
+        num_loading = self.num_loading if self._loading else 0
+        stats.num_running = len(self.running)
+        stats.num_waiting = self._num_waiting + num_loading
+        stats.waiting_by_reason = {
+            "capacity": self._num_waiting - self._num_undecided,
+            "loading": num_loading,
+            "constraint": self._num_undecided,
+        }
+        oldest = self._waiting[0][1].arrival_s if self._num_waiting else None
+        stats.oldest_waiting_age_s = 0.0 if oldest is None else self._clock.now_s() - oldest
+        stats.num_blocks_total = pool.num_blocks
+        stats.num_blocks_free = pool.num_free
+        stats.num_blocks_cached = pool.num_cached_free
+        stats.kv_usage_ratio = 1.0 - pool.num_free / pool.num_blocks
+
+
+def _is_waiting(request: Request) -> bool:
+    return request.status is RequestStatus.WAITING

@@ -1,0 +1,38 @@
+"""ZMQ sockets with the options both ends rely on, and nothing else: what is said over them is in messages.py."""
+
+from __future__ import annotations
+
+import zmq
+
+SEND_QUEUE_MESSAGES = 20_000
+_RECONNECT_MS = 50
+_RECONNECT_MAX_MS = 1_000
+_LINGER_MS = 200
+_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+
+def open_node_socket(context: zmq.Context[zmq.Socket[bytes]], router_address: str, identity: bytes) -> zmq.Socket[bytes]:
+    """A node's DEALER to the router's control address "HOST:PORT". Reconnects by itself; use from one thread.
+
+    identity differs for every start of a node, so that the router never takes a new process for an old one.
+    """
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, 0)  # the router bounds what it sends; a full queue here would make it think us dead
+    socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+    socket.connect(f"tcp://{router_address}")
+    return socket
+
+
+def configure_router_socket(socket: zmq.Socket[bytes]) -> None:
+    """Options of the router's ROUTER socket: a send to a peer that is gone raises EHOSTUNREACH instead of vanishing."""
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)

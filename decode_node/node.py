@@ -1,0 +1,24 @@
+"""A decode node: takes requests over from their prefill, by prefix hits, and decodes them; it can also do the whole request.
+
+Engine, loop and wire are core's; this file composes them with a model and a store.
+"""
+
+from __future__ import annotations
+
+from connectors.registry import create_connector
+from core.clock import MonotonicClock
+from core.config import Config
+from core.model.loading import load_model
+from core.node import NodeServer, run_node_process
+
+
+def compose(config: Config) -> NodeServer:
+    """Load the model and open the store."""
+    model, pool, runner = load_model(config.model, config.engine)
+    connector = create_connector(config.connector.name, config.connector.options, MonotonicClock())
+    return NodeServer(config, "decode", model, pool, runner, connector)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; `argv` without the program's name. Returns the exit code."""
+    return run_node_process("decode", compose, argv)
