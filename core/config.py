@@ -55,8 +55,8 @@ class ModelOptions:
 class EngineOptions:
     """One engine. kv_pool_mib sizes the pool unless num_blocks is set. long_prefill_token_threshold 0: no cap on a chunk.
 
-    policy: fcfs or priority (lower value first, then earlier arrival). save_decode_blocks: store blocks that fill while decoding, so that a
-    request can move to another node by a prefix hit. num_threads 0: what torch chooses.
+    policy: fcfs or priority (lower value first, then earlier arrival). save_decode_blocks: store blocks that fill while
+    decoding, so that a request can move to another node by a prefix hit. num_threads 0: what torch chooses.
     """
 
     block_size: int = 16
@@ -249,7 +249,8 @@ def load_config(flags: Mapping[str, Any] | None = None, environment: Mapping[str
             raise ConfigError("--connector-option", item, "KEY=VALUE")
         options = tree.setdefault("connector", {}).setdefault("options", {})
         options[name] = yaml.safe_load(value)
-    return _convert(tree, Config, prefix="")
+    config: Config = _convert(tree, Config, prefix="")
+    return config
 
 
 def options_from_mapping(options_type: type[Any], options: Mapping[str, Any], prefix: str) -> Any:

@@ -93,8 +93,8 @@ class EngineCore:
     ) -> None:
         """Queue a request. output_token_ids: tokens that were sampled elsewhere already.
 
-        Raises InvalidInputError when it can never be served, OverloadedError when the queue is full. time_left_s: seconds until it
-        ends with an error.
+        Raises InvalidInputError when it can never be served, OverloadedError when the queue is full. time_left_s: seconds until
+        it ends with an error.
         """
         self._check_request(request_id, prompt_token_ids, output_token_ids, sampling)
         if self._scheduler.num_waiting >= self.options.max_num_waiting:
@@ -145,7 +145,7 @@ class EngineCore:
         if num_known >= self.model.max_model_len:
             raise InvalidInputError("prompt", f"{num_known} tokens", f"fewer than {self.model.max_model_len} tokens")
         for token_ids in (prompt_token_ids, output_token_ids):
-            if token_ids and not (0 <= min(token_ids) and max(token_ids) < self.model.vocab_size):
+            if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.model.vocab_size):
                 raise InvalidInputError("prompt", "a token id out of range", f"token ids from 0 to {self.model.vocab_size - 1}")
         if len(output_token_ids) >= sampling.max_tokens:
             raise InvalidInputError("max_tokens", sampling.max_tokens, f"more than the {len(output_token_ids)} tokens there are")
@@ -182,7 +182,8 @@ class EngineCore:
         return output
 
     def _execute(self, plan: StepPlan, output: StepOutput) -> StepResult | None:
-        """The one broad except of an engine's process: a step that the model cannot compute fails its requests, not the engine."""
+        """The one broad except of an engine's process: a step that the model cannot compute fails its requests, not the engine.
+        """
         try:
             return self._runner.execute(plan)
         except AssertionError:

@@ -1,4 +1,5 @@
-"""EngineStats as Prometheus metric families, under the names that every process exposes. Values only; serving them is the caller's.
+"""EngineStats as Prometheus metric families, under the names that every process exposes. Values only; serving them is the
+caller's.
 
 A node renders its own stats, the router those of all nodes from their heartbeats: one function, one set of names.
 """

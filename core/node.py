@@ -57,7 +57,13 @@ class NodeServer:
     """One node of a role, "prefill" or "decode". run() returns the process's exit code."""
 
     def __init__(
-        self, config: Config, role: str, model: EngineModel, pool: KVPoolMemory, runner: ModelRunner, connector: KVConnector | None
+        self,
+        config: Config,
+        role: str,
+        model: EngineModel,
+        pool: KVPoolMemory,
+        runner: ModelRunner,
+        connector: KVConnector | None,
     ) -> None:
         options = config.node
         if connector is not None:

@@ -5,6 +5,7 @@ Knows nothing of engines: commands come in, messages go out. The step thread nev
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -78,10 +79,8 @@ class NodeLink:
 
     # -- the thread ----------------------------------------------------------------------------------------------------
     def _wake(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):  # a full pipe holds wake-ups enough
             os.write(self._wake_write, b"x")
-        except BlockingIOError:
-            pass  # the pipe is full of wake-ups already
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

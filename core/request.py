@@ -9,6 +9,7 @@ import enum
 from dataclasses import dataclass, field
 
 from core.sampling_params import SamplingParams
+from core.step import TokenLogprob
 
 
 class RequestStatus(enum.Enum):
@@ -21,7 +22,9 @@ class RequestStatus(enum.Enum):
 
 
 class RequestStage(enum.Enum):
-    """What is wanted of this engine: PREFILL computes the prompt, samples one token and saves the blocks; DECODE runs to the end."""
+    """What is wanted of this engine: PREFILL computes the prompt, samples one token and saves the blocks; DECODE runs to the
+    end.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -77,6 +80,7 @@ class Request:
     num_loads: int = 0
     may_load: bool = True
     lookup_started_s: float | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_cached_tokens: int | None = None  # hit tokens at first admission; None before it
     num_preemptions: int = 0
 

@@ -35,9 +35,9 @@ class FinishedRequest:
 class StepOutput:
     """News of one step, by request_id.
 
-    first_index: position of the first of new_token_ids among the request's output tokens. num_cached_tokens: known tokens that were
-    hits, told once, at first admission. prefill_done: prefill-stage requests whose blocks are visible in the store. num_tokens:
-    how many tokens the step computed; 0 means that only transfers can bring news.
+    first_index: position of the first of new_token_ids among the request's output tokens. num_cached_tokens: known tokens that
+    were hits, told once, at first admission. prefill_done: prefill-stage requests whose blocks are visible in the store.
+    num_tokens: how many tokens the step computed; 0 means that only transfers can bring news.
     """
 
     num_tokens: int = 0
@@ -106,9 +106,9 @@ class Scheduler:
     def schedule(self, output: StepOutput) -> StepPlan:
         """Choose the next step's tokens. News that needs no result (hits counted at admission) goes to `output`.
 
-        Running requests come first, in order of admission; then waiting ones by (priority, arrival), none of which jumps the queue
-        when the head does not fit. Hits cost no budget. num_computed_tokens is advanced here, so that the next step can be
-        scheduled before this one's result is in.
+        Running requests come first, in order of admission; then waiting ones by (priority, arrival), none of which jumps the
+        queue when the head does not fit. Hits cost no budget. num_computed_tokens is advanced here, so that the next step can
+        be scheduled before this one's result is in.
         """
         budget = self._options.max_num_batched_tokens
         chunk_limit = self._options.long_prefill_token_threshold or budget
@@ -203,6 +203,8 @@ class Scheduler:
         block_size = self._kv.block_size
         new_token_ids, first_index = output.new_token_ids, output.first_index
         num_generated = 0
+        if result.prompt_logprobs:
+            self._collect_prompt_logprobs(result, output)
         for request_id, sampled in zip(plan.num_scheduled_tokens, result.sampled_token_ids, strict=True):
             request = requests.get(request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
@@ -227,11 +229,19 @@ class Scheduler:
             new_token_ids[request_id] = sampled
         if result.logprobs:
             output.logprobs.update(result.logprobs)
-        if result.prompt_logprobs:
-            output.prompt_logprobs.update(result.prompt_logprobs)
         self._drop_ended_from_running()
         self._stats.num_generation_tokens += num_generated
         self._stats.step_generation_tokens = num_generated
+
+    def _collect_prompt_logprobs(self, result: StepResult, output: StepOutput) -> None:
+        """Gather them over the prompt's chunks; they go out once, complete. A preempted request starts over with them."""
+        for request_id, logprobs in result.prompt_logprobs.items():
+            request = self.requests.get(request_id)
+            if request is None or request.num_output_tokens > 0:  # ended, or told before it was preempted
+                continue
+            request.prompt_logprobs += logprobs
+            if len(request.prompt_logprobs) >= request.num_prompt_tokens - 1:
+                output.prompt_logprobs[request_id] = request.prompt_logprobs
 
     def fail_step(self, plan: StepPlan, error: str, output: StepOutput) -> None:
         """The runner could not compute the plan: its requests end with an error, nothing they computed in it is kept."""
@@ -379,6 +389,7 @@ class Scheduler:
         self._kv.release(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
+        request.prompt_logprobs = []
         request.may_load = True
         request.num_loads = 0
         transition(request, RequestStatus.WAITING)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from core.kv.pool_memory import KVPoolMemory
@@ -91,11 +91,15 @@ class KVConnector(ABC):
     The engine calls every method from its step thread, except close(), which may come from any thread once stepping has ended. No
     method may block on the medium or raise for its faults; the ledger treats an exception as a failed call.
 
-    Trust: a connector hands over a block only when its header, its hash and its checksum match what was asked for. It never invents
-    keys: the block hash is the key, and already holds model, layout, salt and adapter.
+    Trust: a connector hands over a block only when its header, its hash and its checksum match what was asked for. It never
+    invents keys: the block hash is the key, and already holds model, layout, salt and adapter.
     """
 
     name: str
+
+    # Called without arguments after a result became available to poll_transfers, so that an idle engine wakes up. Set by the
+    # engine, if at all, before the first transfer. Comes from a thread of the connector's: it must be quick and not call back.
+    on_result: Callable[[], None] | None = None
 
     # -- scheduler half ------------------------------------------------------------------------------------------------
     @abstractmethod

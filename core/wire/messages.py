@@ -116,8 +116,9 @@ class RegisterAgain(msgspec.Struct, tag="register_again", frozen=True):
 class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
     """Dispatch of a request.
 
-    request_id is unique per dispatch: a retry gets a new one. stage "prefill": compute the prompt, sample one token, save the blocks,
-    report is_prefill_done. stage "decode": go on from prompt + output tokens to the end. time_left_s: until the request's deadline.
+    request_id is unique per dispatch: a retry gets a new one. stage "prefill": compute the prompt, sample one token, save the
+    blocks, report is_prefill_done. stage "decode": go on from prompt + output tokens to the end. time_left_s: until the
+    request's deadline.
     """
 
     request_id: str
