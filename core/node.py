@@ -97,9 +97,7 @@ class NodeServer:
             connector.on_result = self._link.wake_step_thread
 
     def run(self) -> int:
-        """Serve until drained, refused or told to stop by SIGTERM or SIGINT. Call from the main thread."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        """Serve until drained, refused or told to stop. This is the step thread."""
         self._publish(force=True)
         self._link.start()
         _logger.info("%s waits for the router at %s", self._node_id, self._options.router)
@@ -210,7 +208,8 @@ class NodeServer:
         """This node's metrics, of the last published state. Any thread."""
         return engine_metric_families([(self._labels, self._stats)])
 
-    def _on_signal(self, _number: int, _frame: object) -> None:
+    def stop(self) -> None:
+        """Make run() return after the step in progress. Any thread, or a signal handler."""
         self._is_stopping = True
         self._link.wake_step_thread()
 
@@ -261,7 +260,10 @@ def run_node_process(role: str, compose: Callable[[Config], NodeServer], argv: l
     arguments = vars(parser.parse_args(argv))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
-        return compose(load_config(arguments)).run()
+        node = compose(load_config(arguments))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda _number, _frame: node.stop())
+        return node.run()
     except KVRelayError as error:
         print(f"kvrelay {role}-node: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,196 @@
+"""A node over the real wire: the fake model, a real ROUTER socket, the node's loop in a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import TypeVar
+
+import pytest
+import zmq
+
+from core.config import Config, EngineOptions, NodeOptions
+from core.kv.pool_memory import KVPoolMemory
+from core.node import NodeServer
+from core.sampling_params import SamplingParams
+from core.wire import messages
+from core.wire.sockets import configure_router_socket
+from tests.support.fake_runner import FakeRunner, fake_layout, fake_model, oracle_tokens
+from tests.support.memory_connector import MemoryConnector
+
+MessageT = TypeVar("MessageT")
+DEADLINE_S = 20.0
+
+
+class NodeUnderTest:
+    """The node's thread and the router's end of its connection."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        configure_router_socket(self.socket)
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        config = Config(
+            engine=EngineOptions(block_size=4, max_num_seqs=4, max_num_batched_tokens=64),
+            node=NodeOptions(router=f"127.0.0.1:{port}", node_id="n1", metrics_port=-1),
+        )
+        pool = KVPoolMemory(fake_layout(4), 64)
+        self.node = NodeServer(config, "prefill", fake_model(4, 256), pool, FakeRunner(pool), MemoryConnector())
+        self.exit_code: int | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        self.identity = b""
+
+    def _run(self) -> None:
+        self.exit_code = self.node.run()
+
+    def wait_for(self, kind: type[MessageT]) -> MessageT:
+        """The next message of a kind; others are skipped."""
+        end_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end_s:
+            if self.socket.poll(100):
+                self.identity, payload = self.socket.recv_multipart()
+                message = messages.decode_node_message(payload)
+                if isinstance(message, kind):
+                    return message
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def wait_for_tokens(self, request_id: str, count: int) -> list[int]:
+        """Tokens of a request until there are `count`, checked to come without gap."""
+        tokens: list[int] = []
+        while len(tokens) < count:
+            for update in self.wait_for(messages.Updates).updates:
+                if update.request_id == request_id and update.token_ids:
+                    assert update.first_index == len(tokens)
+                    tokens += update.token_ids
+        return tokens
+
+    def send(self, message: messages.RouterMessage) -> None:
+        self.socket.send_multipart([self.identity, messages.encode(message)])
+
+    def register(self) -> messages.Register:
+        registration = self.wait_for(messages.Register)
+        self.send(messages.RegisterReply(heartbeat_interval_s=0.05))
+        return registration
+
+    def audit(self) -> messages.AuditReply:
+        self.send(messages.AuditRequest(7))
+        return self.wait_for(messages.AuditReply)
+
+    def close(self) -> None:
+        self.node.stop()
+        self.thread.join(DEADLINE_S)
+        assert not self.thread.is_alive()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def node() -> Iterator[NodeUnderTest]:
+    under_test = NodeUnderTest()
+    yield under_test
+    under_test.close()
+
+
+def _generate(request_id: str, stage: str = "decode", max_tokens: int = 5) -> messages.Generate:
+    return messages.Generate(
+        request_id=request_id,
+        stage=stage,
+        prompt_token_ids=[1, 2, 3, 4, 5, 6],
+        output_token_ids=[],
+        sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        time_left_s=60.0,
+    )
+
+
+def test_node_registers_and_generates_the_right_tokens(node: NodeUnderTest) -> None:
+    registration = node.register()
+    assert (registration.node_id, registration.role, registration.num_blocks) == ("n1", "prefill", 64)
+    node.send(_generate("a"))
+    assert node.wait_for_tokens("a", 5) == oracle_tokens([1, 2, 3, 4, 5, 6], 5)
+
+
+def test_node_prefill_stage_reports_token_then_done(node: NodeUnderTest) -> None:
+    node.register()
+    node.send(_generate("a", stage="prefill", max_tokens=50))
+    updates = []
+    while not updates or not updates[-1].is_prefill_done:
+        updates += node.wait_for(messages.Updates).updates
+    assert [token for update in updates for token in update.token_ids] == oracle_tokens([1, 2, 3, 4, 5, 6], 1)
+    assert [update.finish_reason for update in updates if update.finish_reason] == ["length"]
+
+
+def test_node_abort_ends_request_and_audit_is_empty(node: NodeUnderTest) -> None:
+    node.register()
+    node.send(_generate("a", max_tokens=200))
+    node.wait_for_tokens("a", 2)
+    node.send(messages.Abort(("a", "unknown")))
+    reply = node.audit()
+    assert (reply.problems, reply.counts["requests"], reply.counts["request_references"]) == ((), 0, 0)
+
+
+def test_node_bad_request_is_refused_with_the_reason(node: NodeUnderTest) -> None:
+    node.register()
+    for stage, prompt, fragment in (("decode", [], "prompt"), ("nonsense", [1], "nonsense"), ("decode", [10**6], "prompt")):
+        node.send(
+            messages.Generate(
+                request_id="bad",
+                stage=stage,
+                prompt_token_ids=prompt,
+                output_token_ids=[],
+                sampling=SamplingParams(),
+                time_left_s=9.0,
+            )
+        )
+        (update,) = node.wait_for(messages.Updates).updates
+        assert update.finish_reason == "error" and fragment in update.error
+
+
+def test_node_garbage_on_the_wire_is_ignored(node: NodeUnderTest) -> None:
+    node.register()
+    for payload in (b"", b"\x00", b"\xff" * 100, b"\x81\xa4type\xa4evil", messages.encode(messages.Ping())[:-1]):
+        node.socket.send_multipart([node.identity, payload])
+    node.send(_generate("a"))
+    assert len(node.wait_for_tokens("a", 5)) == 5
+
+
+def test_node_forgotten_by_router_drops_requests_and_registers_again(node: NodeUnderTest) -> None:
+    first = node.register()
+    node.send(_generate("a", max_tokens=240))
+    node.wait_for_tokens("a", 1)
+    node.send(messages.RegisterAgain())
+    second = node.register()
+    assert second.generation == first.generation
+    assert node.audit().counts["requests"] == 0
+
+
+def test_node_heartbeats_carry_load_and_stats(node: NodeUnderTest) -> None:
+    node.register()
+    node.send(_generate("a", max_tokens=3))
+    node.wait_for_tokens("a", 3)
+    heartbeat = node.wait_for(messages.Heartbeat)
+    while heartbeat.stats.num_generation_tokens < 3:
+        heartbeat = node.wait_for(messages.Heartbeat)
+    assert heartbeat.stats.requests_finished == {"length": 1}
+    assert heartbeat.load.num_running == 0
+
+
+def test_node_drained_finishes_what_runs_then_ends(node: NodeUnderTest) -> None:
+    node.register()
+    node.send(_generate("a", max_tokens=20))
+    node.send(messages.Drain())
+    node.send(_generate("late"))
+    seen: list[messages.RequestUpdate] = []
+    while not {"a", "late"} <= {update.request_id for update in seen if update.finish_reason}:
+        seen += node.wait_for(messages.Updates).updates
+    assert next(update for update in seen if update.request_id == "late").error == "this node is draining"
+    assert sum(len(update.token_ids) for update in seen if update.request_id == "a") == 20
+    node.thread.join(DEADLINE_S)
+    assert node.exit_code == 0
+
+
+def test_node_refused_ends_with_exit_code_one(node: NodeUnderTest) -> None:
+    node.wait_for(messages.Register)
+    node.send(messages.RegisterReply(refusal="another model"))
+    node.thread.join(DEADLINE_S)
+    assert node.exit_code == 1
