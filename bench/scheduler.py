@@ -1,6 +1,6 @@
 """Time of the scheduler alone: steady decode steps of many running requests, no model involved.
 
-    python -m bench.scheduler --running 256 --prompt-tokens 512 --json
+python -m bench.scheduler --running 256 --prompt-tokens 512 --json
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from core.kv.ledger import TransferLedger
 from core.kv_cache_manager import KVCacheManager
 from core.request import Request
 from core.sampling_params import SamplingParams
-from core.scheduler import Scheduler, StepOutput
+from core.scheduler import Scheduler
 from core.stats import EngineStats
 from core.step import StepPlan, StepResult
+from core.step_output import StepOutput
 
 BLOCK_SIZE = 16
 
@@ -30,7 +31,10 @@ BLOCK_SIZE = 16
 def build_scheduler(num_running: int, prompt_tokens: int, num_steps: int) -> tuple[Scheduler, list[Request]]:
     """A scheduler with room for everything, and its requests, not yet added. Prompts are random and share nothing."""
     options = EngineOptions(
-        block_size=BLOCK_SIZE, max_num_seqs=num_running, max_num_batched_tokens=max(8192, num_running), max_num_waiting=num_running
+        block_size=BLOCK_SIZE,
+        max_num_seqs=num_running,
+        max_num_batched_tokens=max(8192, num_running),
+        max_num_waiting=num_running,
     )
     num_blocks = num_running * ((prompt_tokens + num_steps) // BLOCK_SIZE + 2)
     clock, stats, pool = MonotonicClock(), EngineStats(), BlockPool(num_blocks)

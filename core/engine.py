@@ -21,9 +21,10 @@ from core.kv.ledger import TransferLedger
 from core.kv_cache_manager import KVCacheManager
 from core.request import FinishReason, Request, RequestStage
 from core.sampling_params import SamplingParams
-from core.scheduler import FinishedRequest, Scheduler, StepOutput
+from core.scheduler import Scheduler
 from core.stats import EngineStats
 from core.step import ModelRunner, StepPlan, StepResult
+from core.step_output import FinishedRequest, StepOutput
 
 _logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1.0

@@ -29,9 +29,9 @@ from core.kv.pool_memory import KVPoolMemory
 from core.metrics import engine_metric_families
 from core.node_link import NodeLink
 from core.request import RequestStage
-from core.scheduler import StepOutput
 from core.stats import EngineStats
 from core.step import ModelRunner
+from core.step_output import StepOutput
 from core.wire import messages
 
 _logger = logging.getLogger(__name__)

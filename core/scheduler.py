@@ -7,9 +7,7 @@ first catch up with the second under a token budget. Loads, saves and the store 
 from __future__ import annotations
 
 import enum
-import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from core.clock import Clock
 from core.config import EngineOptions
@@ -17,37 +15,11 @@ from core.kv.ledger import EndedTransfer, TransferLedger
 from core.kv_cache_manager import KVCacheManager
 from core.request import FinishReason, Request, RequestStage, RequestStatus, transition
 from core.stats import EngineStats
-from core.step import NewRequest, StepPlan, StepResult, TokenLogprob
+from core.step import NewRequest, StepPlan, StepResult
+from core.step_output import FinishedRequest, StepOutput
+from core.waiting_queue import WaitingQueue
 
 _MAX_LOADS_PER_REQUEST = 2  # a load whose blocks were evicted before they were used is repeated once, then computed
-
-
-@dataclass(slots=True)
-class FinishedRequest:
-    """How a request ended. stop_token_id: the stop token that ended it, if one did. error: what went wrong, in words."""
-
-    reason: FinishReason
-    stop_token_id: int | None = None
-    error: str = ""
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """News of one step, by request_id.
-
-    first_index: position of the first of new_token_ids among the request's output tokens. num_cached_tokens: known tokens that
-    were hits, told once, at first admission. prefill_done: prefill-stage requests whose blocks are visible in the store.
-    num_tokens: how many tokens the step computed; 0 means that only transfers can bring news.
-    """
-
-    num_tokens: int = 0
-    new_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    first_index: dict[str, int] = field(default_factory=dict)
-    finished: dict[str, FinishedRequest] = field(default_factory=dict)
-    num_cached_tokens: dict[str, int] = field(default_factory=dict)
-    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
-    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
-    prefill_done: list[str] = field(default_factory=list)
 
 
 class _Admission(enum.Enum):
@@ -72,9 +44,8 @@ class Scheduler:
         self._stats = stats
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
-        self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap; requests that ended meanwhile are skipped when met
+        self._waiting = WaitingQueue()
         self._loading: dict[int, list[Request]] = {}  # by transfer_id
-        self._num_waiting = 0
         self._num_undecided = 0
         self._next_arrival_index = 0
         self._next_step_id = 0
@@ -91,7 +62,7 @@ class Scheduler:
         if self._options.policy == "fcfs":
             request.priority = 0
         self.requests[request.request_id] = request
-        self._push_waiting(request)
+        self._waiting.push(request)
 
     def finish_request(self, request_id: str) -> bool:
         """End a request from outside (abort, deadline). False when it is not here. Its transfers end by themselves."""
@@ -150,7 +121,7 @@ class Scheduler:
 
         stepped_aside: list[Request] = []
         while not preempted and budget > 0 and len(self.running) < self._options.max_num_seqs:
-            waiting = self._pop_waiting()
+            waiting = self._waiting.pop()
             if waiting is None:
                 break
             limit = min(budget, chunk_limit)
@@ -171,10 +142,10 @@ class Scheduler:
             elif admission is _Admission.UNDECIDED:
                 stepped_aside.append(waiting)
             elif admission is _Admission.NO_ROOM:
-                self._push_waiting(waiting)
+                self._waiting.push(waiting)
                 break
         for waiting in stepped_aside:
-            self._push_waiting(waiting)
+            self._waiting.push(waiting)
         self._num_undecided = len(stepped_aside)
 
         for request_id, num_tokens in num_scheduled.items():
@@ -263,7 +234,7 @@ class Scheduler:
                 if end.num_blocks_ok < len(transfer.block_ids):
                     request.may_load = False  # the failed tail is computed; asking again could go on for ever
                 transition(request, RequestStatus.WAITING)
-                self._push_waiting(request)
+                self._waiting.push(request)
 
     # -- admission -----------------------------------------------------------------------------------------------------
     def _try_admit(self, request: Request, limit: int, output: StepOutput) -> tuple[_Admission, int]:
@@ -356,20 +327,6 @@ class Scheduler:
             stats.external_hit_tokens += num_external
         stats.recomputed_prompt_tokens += request.num_tokens_with_spec - num_hit_tokens
 
-    # -- queue ---------------------------------------------------------------------------------------------------------
-    def _push_waiting(self, request: Request) -> None:
-        heapq.heappush(self._waiting, (request.schedule_key, request))
-        self._num_waiting += 1
-
-    def _pop_waiting(self) -> Request | None:
-        """Take the head of the queue, dropping requests that ended while they waited."""
-        while self._waiting:
-            _key, request = heapq.heappop(self._waiting)
-            if request.status is RequestStatus.WAITING:
-                self._num_waiting -= 1
-                return request
-        return None
-
     # -- preemption and end --------------------------------------------------------------------------------------------
     def _choose_victim(self, request: Request) -> Request | None:
         """The lowest-priority, then youngest running request whose blocks would come back now, possibly `request` itself.
@@ -393,7 +350,7 @@ class Scheduler:
         request.may_load = True
         request.num_loads = 0
         transition(request, RequestStatus.WAITING)
-        self._push_waiting(request)
+        self._waiting.push(request)
         self._stats.num_preemptions += 1
         self._is_batch_changed = True
 
@@ -415,16 +372,14 @@ class Scheduler:
         return None
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        if request.status is RequestStatus.WAITING:
-            self._num_waiting -= 1
-            if len(self._waiting) > 2 * self._num_waiting + 64:  # mostly requests that ended while they waited
-                self._waiting = [entry for entry in self._waiting if entry[1] is not request and _is_waiting(entry[1])]
-                heapq.heapify(self._waiting)
-        if request.status is RequestStatus.RUNNING:
+        was = request.status
+        transition(request, RequestStatus.FINISHED)
+        if was is RequestStatus.WAITING:
+            self._waiting.drop_one()
+        elif was is RequestStatus.RUNNING:
             self._is_batch_changed = True
             self._finished_request_ids.append(request.request_id)
         self._kv.release(request)
-        transition(request, RequestStatus.FINISHED)
         del self.requests[request.request_id]
         counts = self._stats.requests_finished
         counts[reason.value] = counts.get(reason.value, 0) + 1
@@ -447,7 +402,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that are queued and not loading."""
-        return self._num_waiting
+        return len(self._waiting)
 
     @property
     def num_loading(self) -> int:
@@ -459,19 +414,15 @@ class Scheduler:
         stats, pool = self._stats, self._kv.pool
         num_loading = self.num_loading if self._loading else 0
         stats.num_running = len(self.running)
-        stats.num_waiting = self._num_waiting + num_loading
+        stats.num_waiting = len(self._waiting) + num_loading
         stats.waiting_by_reason = {
-            "capacity": self._num_waiting - self._num_undecided,
+            "capacity": len(self._waiting) - self._num_undecided,
             "loading": num_loading,
             "constraint": self._num_undecided,
         }
-        oldest = self._waiting[0][1].arrival_s if self._num_waiting else None
-        stats.oldest_waiting_age_s = 0.0 if oldest is None else self._clock.now_s() - oldest
+        oldest_s = self._waiting.oldest_arrival_s()
+        stats.oldest_waiting_age_s = 0.0 if oldest_s is None else self._clock.now_s() - oldest_s
         stats.num_blocks_total = pool.num_blocks
         stats.num_blocks_free = pool.num_free
         stats.num_blocks_cached = pool.num_cached_free
         stats.kv_usage_ratio = 1.0 - pool.num_free / pool.num_blocks
-
-
-def _is_waiting(request: Request) -> bool:
-    return request.status is RequestStatus.WAITING

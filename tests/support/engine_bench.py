@@ -12,8 +12,8 @@ from core.kv.connector import KVConnector
 from core.kv.pool_memory import KVPoolMemory
 from core.request import FinishReason, RequestStage
 from core.sampling_params import SamplingParams
-from core.scheduler import FinishedRequest, StepOutput
 from core.step import StepPlan
+from core.step_output import FinishedRequest, StepOutput
 from tests.support.fake_runner import FakeRunner, fake_layout, fake_model
 from tests.support.virtual_clock import VirtualClock
 
@@ -21,7 +21,9 @@ from tests.support.virtual_clock import VirtualClock
 class EngineBench:
     """One engine of the fake model. tokens / finished / prefill_done collect all outputs by request_id."""
 
-    def __init__(self, *, num_blocks: int = 64, connector: KVConnector | None = None, max_model_len: int = 0, **options: Any) -> None:
+    def __init__(
+        self, *, num_blocks: int = 64, connector: KVConnector | None = None, max_model_len: int = 0, **options: Any
+    ) -> None:
         self.options = dataclasses.replace(EngineOptions(block_size=4, max_num_seqs=16, max_num_batched_tokens=256), **options)
         block_size = self.options.block_size
         self.clock = VirtualClock()
@@ -38,7 +40,13 @@ class EngineBench:
         self.num_cached_tokens: dict[str, int] = {}
 
     def add(
-        self, request_id: str, prompt: Sequence[int], max_tokens: int = 4, output: Sequence[int] = (), salt: str = "", **keywords: Any
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        output: Sequence[int] = (),
+        salt: str = "",
+        **keywords: Any,
     ) -> None:
         """Queue a greedy request; keywords that SamplingParams knows go there, the rest to add_request."""
         names = {leaf.name for leaf in dataclasses.fields(SamplingParams)}

@@ -177,14 +177,14 @@ def test_node_heartbeats_carry_load_and_stats(node: NodeUnderTest) -> None:
 
 def test_node_drained_finishes_what_runs_then_ends(node: NodeUnderTest) -> None:
     node.register()
-    node.send(_generate("a", max_tokens=20))
+    node.send(_generate("a", max_tokens=240))  # long enough to be still running when the late one comes
     node.send(messages.Drain())
     node.send(_generate("late"))
     seen: list[messages.RequestUpdate] = []
     while not {"a", "late"} <= {update.request_id for update in seen if update.finish_reason}:
         seen += node.wait_for(messages.Updates).updates
     assert next(update for update in seen if update.request_id == "late").error == "this node is draining"
-    assert sum(len(update.token_ids) for update in seen if update.request_id == "a") == 20
+    assert sum(len(update.token_ids) for update in seen if update.request_id == "a") == 240
     node.thread.join(DEADLINE_S)
     assert node.exit_code == 0
 

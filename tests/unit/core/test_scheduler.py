@@ -1,4 +1,4 @@
-"""Behaviours of the scheduler, each as given state -> expected step. Prompts are made so that they share only what a test says."""
+"""Behaviours of the scheduler, each as given state -> expected step. Prompts share only what a test says."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pytest
 from core.errors import InvalidInputError, OverloadedError
 from core.kv.connector import TransferDirection, TransferOutcome
 from core.request import FinishReason
-from core.scheduler import Scheduler, StepOutput
+from core.scheduler import Scheduler
 from core.step import StepPlan, StepResult
+from core.step_output import StepOutput
 from tests.support.engine_bench import PREFILL, EngineBench
 from tests.support.fake_runner import EOS_TOKEN_ID, oracle_tokens
 from tests.support.memory_connector import MemoryConnector, MemoryStore

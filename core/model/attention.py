@@ -1,0 +1,52 @@
+"""The interface between the model and whatever computes paged attention: one call per layer, prefill and decode mixed.
+
+Implementations live beside this file (attention_torch.py). They own no memory: K and V stay in the pool.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Where one step's tokens lie, for all layers alike. All tensors are int64 on the CPU.
+
+    The batch is flat: request r owns rows query_start[r] to query_start[r + 1], and these are the *last* tokens of its
+    sequence of seq_lens[r] tokens (so its row j is at position seq_lens[r] - (query_start[r + 1] - query_start[r]) + j).
+    slot_mapping: [num_tokens], block_id * block_size + offset of each row's own K and V. block_tables: [num_requests,
+    max_blocks], block_ids in sequence order; entries beyond a request's own are any valid block_id. query_start:
+    [num_requests + 1]. seq_lens: [num_requests], this step's tokens included.
+    """
+
+    slot_mapping: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+
+
+class AttentionBackend(ABC):
+    """Causal grouped-query attention over the paged KV pool.
+
+    Batch invariance is the contract: the output row of a token is bit-identical for the same query and the same K and V
+    at positions up to its own, whatever else is in the batch, whichever blocks hold them, and however the sequence was cut into
+    steps. So reductions over positions may be split only at fixed absolute positions. Step thread only.
+    """
+
+    @abstractmethod
+    def begin_step(self, batch: AttentionBatch) -> None:
+        """Prepare what all layers of this step share. Called once before the step's first `attend`."""
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        """Write this layer's K and V into the pool, then attend; the step's own tokens see each other causally.
+
+        query: [num_rows, num_heads, head_dim]; key, value: [num_rows, num_kv_heads, head_dim], all of the pool's dtype, positions
+        already applied. num_rows may exceed num_tokens: the rest is padding, which is neither written nor
+        attended. key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] views of the pool, strided by
+        block. Query head h reads KV head h // (num_heads // num_kv_heads). scale multiplies the scores. Returns
+        [num_rows, num_heads, head_dim] of query's dtype; padding rows are zero.
+        """

@@ -1,0 +1,93 @@
+"""The Llama decoder (https://arxiv.org/abs/2302.13971, with grouped-query attention), over one flat batch of tokens.
+
+Tokens of all requests lie one after another, without padding between them; only attention knows which belong together. It decides
+nothing: the runner says which tokens, positions and blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn import functional
+
+from core.model.attention import AttentionBackend
+from core.model.description import ModelArchitecture
+from core.model.rotary import RotaryEmbedding, rotate
+from core.model.weights import LayerWeights, LlamaWeights
+
+# A matrix product gives a row the same bits among any multiple of 8 rows, in float32, bfloat16 and float16 and with any number
+# of threads, but not alone or among 1, 2, 3, 5, 7 or 9 (measured on x86 with MKL and oneDNN; the tests repeat it).
+ROW_MULTIPLE = 8
+
+
+def padded_num_rows(num_rows: int) -> int:
+    """How many rows a batch of num_rows must be padded to, so that no row's bits depend on the batch's size."""
+    return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+class LlamaModel:
+    """Weights and the forward pass. Not thread-safe: the attention backend holds the step's plan."""
+
+    def __init__(
+        self, architecture: ModelArchitecture, weights: LlamaWeights, rotary: RotaryEmbedding, attention: AttentionBackend
+    ) -> None:
+        self._architecture = architecture
+        self._weights = weights
+        self._rotary = rotary
+        self._attention = attention
+        self._scale = architecture.head_dim**-0.5
+
+    def forward(self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Hidden states after the last layer and norm, [num_rows, hidden], of the weights' dtype.
+
+        token_ids, positions: [num_rows] int64, num_rows a multiple of ROW_MULTIPLE, rows after the batch's tokens are padding.
+        kv_caches: per layer the K and V views of the pool. Writes K and V of the tokens there. The attention backend's
+        begin_step must have seen the same batch.
+        """
+        cos, sin = self._rotary.at(positions)
+        hidden = functional.embedding(token_ids, self._weights.embed_tokens)
+        for layer, (key_cache, value_cache) in zip(self._weights.layers, kv_caches, strict=True):
+            normed = self._norm(hidden, layer.input_norm)
+            hidden = hidden + self._self_attention(layer, normed, cos, sin, key_cache, value_cache)
+            normed = self._norm(hidden, layer.post_attention_norm)
+            hidden = hidden + _feed_forward(layer, normed)
+        return self._norm(hidden, self._weights.norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[num_rows, vocab] of the weights' dtype, for hidden states [num_rows, hidden] of any number of rows."""
+        num_rows = hidden.shape[0]
+        padded = functional.pad(hidden, (0, 0, 0, padded_num_rows(num_rows) - num_rows))
+        return functional.linear(padded, self._weights.lm_head)[:num_rows]
+
+    def _self_attention(
+        self, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor
+    ) -> Tensor:
+        num_heads, num_kv_heads = self._architecture.num_heads, self._architecture.num_kv_heads
+        qkv = functional.linear(normed, layer.qkv_proj, layer.qkv_bias)
+        qkv = qkv.view(-1, num_heads + 2 * num_kv_heads, self._architecture.head_dim)
+        turned = rotate(qkv[:, : num_heads + num_kv_heads], cos, sin)
+        query, key = turned[:, :num_heads], turned[:, num_heads:]
+        value = qkv[:, num_heads + num_kv_heads :]
+        attended = self._attention.attend(query, key, value, key_cache, value_cache, self._scale)
+        return functional.linear(attended.flatten(1), layer.o_proj, layer.o_bias)
+
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm (https://arxiv.org/abs/1910.07467), computed in float32."""
+        return functional.rms_norm(hidden, (hidden.shape[-1],), weight, self._architecture.rms_norm_eps)
+
+
+def _feed_forward(layer: LayerWeights, normed: Tensor) -> Tensor:
+    """SwiGLU (https://arxiv.org/abs/2002.05202): down(silu(gate(x)) * up(x))."""
+    gate, up = functional.linear(normed, layer.gate_up_proj, layer.gate_up_bias).chunk(2, dim=-1)
+    return functional.linear(silu(gate).mul_(up), layer.down_proj, layer.down_bias)
+
+
+def silu(values: Tensor) -> Tensor:
+    """x / (1 + exp(-x)) in float32, rounded once to values' dtype.
+
+    Not torch's silu: that one computes the end of each thread's range by scalar code with other roundings, so that an
+    element's bits depend on the number of rows and threads. torch.exp is the same for every element.
+    """
+    exact = values.float()
+    return (exact / exact.neg().exp_().add_(1.0)).to(values.dtype)

@@ -1,0 +1,229 @@
+"""Runs steps of a Llama in torch over the KV pool: keeps each request's tokens and blocks, builds the flat batch, samples.
+
+The scheduler decides what is computed (core/step.py); nothing here chooses. One runner per process, on the step thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from core.errors import ConfigError
+from core.kv.pool_memory import KVPoolMemory
+from core.model.attention import AttentionBackend, AttentionBatch
+from core.model.attention_torch import TorchAttention
+from core.model.description import ModelDescription
+from core.model.llama import LlamaModel, padded_num_rows
+from core.model.rotary import RotaryEmbedding
+from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, token_logprobs
+from core.model.weights import load_llama_weights
+from core.sampling_params import SamplingParams
+from core.step import NewRequest, StepPlan, StepResult, TokenLogprob
+
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+IntArray = npt.NDArray[np.int64]
+
+
+class _GrowingArray:
+    """int64 values that are appended to; `values` is a view of those there are, valid until the next append."""
+
+    __slots__ = ("_storage", "length")
+
+    def __init__(self, initial: Sequence[int]) -> None:
+        self.length = len(initial)
+        self._storage: IntArray = np.empty(max(2 * self.length, 64), dtype=np.int64)
+        self._storage[: self.length] = initial
+
+    @property
+    def values(self) -> IntArray:
+        return self._storage[: self.length]
+
+    def append(self, more: Sequence[int]) -> None:
+        needed = self.length + len(more)
+        if needed > len(self._storage):
+            grown: IntArray = np.empty(2 * needed, dtype=np.int64)
+            grown[: self.length] = self.values
+            self._storage = grown
+        self._storage[self.length : needed] = more
+        self.length = needed
+
+
+class _RequestState:
+    """What the runner knows of a request between steps."""
+
+    __slots__ = ("block_ids", "num_computed_tokens", "num_prompt_tokens", "sampling", "token_ids")
+
+    def __init__(self, request: NewRequest) -> None:
+        self.token_ids = _GrowingArray(request.token_ids)
+        self.block_ids = _GrowingArray(request.block_ids)
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.num_computed_tokens = request.num_computed_tokens
+        self.sampling: SamplingParams = request.sampling
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheduled:
+    """One request's share of a step: tokens first_position to end_position, at rows first_row on."""
+
+    request_id: str
+    state: _RequestState
+    first_row: int
+    first_position: int
+    end_position: int
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.end_position == self.state.token_ids.length
+
+    @property
+    def prompt_successors(self) -> range:
+        """Positions of the prompt tokens that this step's rows predict, if the request wants their log-probabilities."""
+        if self.state.sampling.prompt_logprobs is None:
+            return range(0)
+        return range(self.first_position + 1, min(self.end_position + 1, self.state.num_prompt_tokens))
+
+
+class TorchModelRunner:
+    """core.step.ModelRunner in torch on the CPU."""
+
+    def __init__(self, model: LlamaModel, attention: AttentionBackend, sampler: Sampler, pool: KVPoolMemory) -> None:
+        self._model = model
+        self._attention = attention
+        self._sampler = sampler
+        self._block_size = pool.layout.block_size
+        self._kv_caches = kv_cache_views(pool)
+        self._requests: dict[str, _RequestState] = {}
+
+    @classmethod
+    def load(cls, model_dir: Path, description: ModelDescription, pool: KVPoolMemory, num_threads: int = 0) -> TorchModelRunner:
+        """Load the weights of `model_dir` for a pool of description.kv_layout. num_threads 0: what torch chooses.
+
+        The number of threads is the process's (torch has one setting). Raises ModelLoadError, or ConfigError if the pool
+        has another layout.
+        """
+        if pool.layout != description.kv_layout:
+            raise ConfigError("pool.layout", pool.layout, str(description.kv_layout))
+        if num_threads:
+            torch.set_num_threads(num_threads)
+        architecture = description.architecture
+        weights = load_llama_weights(model_dir, architecture, TORCH_DTYPES[pool.layout.dtype])
+        rotary = RotaryEmbedding(architecture, description.max_model_len)
+        attention = TorchAttention(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads)
+        model = LlamaModel(architecture, weights, rotary, attention)
+        return cls(model, attention, Sampler(description.eos_token_ids), pool)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See core.step.ModelRunner. A plan that does not fit what the runner holds is a bug of the scheduler and asserts."""
+        self._apply_deltas(plan)
+        if not plan.num_scheduled_tokens:
+            return StepResult(sampled_token_ids=[])
+        with torch.inference_mode():
+            scheduled = self._schedule_rows(plan)
+            hidden = self._forward(scheduled)
+            prompt_logprobs = self._prompt_logprobs(scheduled, hidden)
+            sampled, logprobs = self._sample(scheduled, hidden)
+        for share, tokens in zip(scheduled, sampled, strict=True):
+            share.state.num_computed_tokens = share.end_position
+            share.state.token_ids.append(tokens)
+        return StepResult(sampled_token_ids=sampled, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def _apply_deltas(self, plan: StepPlan) -> None:
+        for request_id in plan.removed_request_ids:
+            self._requests.pop(request_id, None)  # a request may end before it was ever scheduled
+        for request in plan.new_requests:
+            self._requests[request.request_id] = _RequestState(request)
+        for request_id, block_ids in plan.new_block_ids.items():
+            self._requests[request_id].block_ids.append(block_ids)
+
+    def _schedule_rows(self, plan: StepPlan) -> list[_Scheduled]:
+        scheduled = []
+        row = 0
+        for request_id, num_tokens in plan.num_scheduled_tokens.items():
+            state = self._requests[request_id]
+            first, end = state.num_computed_tokens, state.num_computed_tokens + num_tokens
+            assert num_tokens > 0 and end <= state.token_ids.length, f"{request_id}: {num_tokens} tokens from {first} on"
+            assert end <= state.block_ids.length * self._block_size, f"{request_id}: no block for position {end - 1}"
+            scheduled.append(_Scheduled(request_id, state, row, first, end))
+            row += num_tokens
+        return scheduled
+
+    def _forward(self, scheduled: list[_Scheduled]) -> Tensor:
+        """Hidden states of all scheduled tokens (and padding rows), [num_rows, hidden]; writes their KV."""
+        num_tokens = scheduled[-1].first_row + scheduled[-1].end_position - scheduled[-1].first_position
+        token_ids = np.zeros(padded_num_rows(num_tokens), dtype=np.int64)
+        positions = np.zeros_like(token_ids)
+        slot_mapping = np.empty(num_tokens, dtype=np.int64)
+        block_tables = np.zeros((len(scheduled), max(share.state.block_ids.length for share in scheduled)), dtype=np.int64)
+        for i, share in enumerate(scheduled):
+            state = share.state
+            span = np.arange(share.first_position, share.end_position)
+            rows = slice(share.first_row, share.first_row + len(span))
+            token_ids[rows] = state.token_ids.values[share.first_position : share.end_position]
+            positions[rows] = span
+            slot_mapping[rows] = state.block_ids.values[span // self._block_size] * self._block_size + span % self._block_size
+            block_tables[i, : state.block_ids.length] = state.block_ids.values
+        self._attention.begin_step(
+            AttentionBatch(
+                slot_mapping=torch.from_numpy(slot_mapping),
+                block_tables=torch.from_numpy(block_tables),
+                query_start=torch.tensor([share.first_row for share in scheduled] + [num_tokens]),
+                seq_lens=torch.tensor([share.end_position for share in scheduled]),
+            )
+        )
+        return self._model.forward(torch.from_numpy(token_ids), torch.from_numpy(positions), self._kv_caches)
+
+    def _sample(self, scheduled: list[_Scheduled], hidden: Tensor) -> tuple[list[list[int]], dict[str, list[TokenLogprob]]]:
+        """Sampled tokens in batch order ([] for requests that are not), and log-probabilities of those that asked."""
+        sampled: list[list[int]] = [[] for _ in scheduled]
+        ready = [i for i, share in enumerate(scheduled) if share.is_sampled]
+        if not ready:
+            return sampled, {}
+        last_rows = [scheduled[i].first_row + scheduled[i].end_position - scheduled[i].first_position - 1 for i in ready]
+        logits = self._model.logits(hidden[last_rows])
+        states = [scheduled[i].state for i in ready]
+        rows = [SampledRow(state.sampling, state.token_ids.values, state.num_prompt_tokens) for state in states]
+        tokens = self._sampler.sample(logits, rows)
+        for i, token in zip(ready, tokens, strict=True):
+            sampled[i] = [token]
+        asking = [j for j, row in enumerate(rows) if row.sampling.logprobs is not None]
+        if not asking:
+            return sampled, {}
+        found = token_logprobs(logits[asking], [tokens[j] for j in asking], [rows[j].sampling.logprobs or 0 for j in asking])
+        names = [scheduled[ready[j]].request_id for j in asking]
+        return sampled, {name: [logprob] for name, logprob in zip(names, found, strict=True)}
+
+    def _prompt_logprobs(self, scheduled: list[_Scheduled], hidden: Tensor) -> dict[str, list[TokenLogprob]]:
+        found: dict[str, list[TokenLogprob]] = {}
+        for share in scheduled:
+            successors = share.prompt_successors
+            if not successors:
+                continue
+            num_top = share.state.sampling.prompt_logprobs or 0
+            logprobs: list[TokenLogprob] = []
+            for start in range(successors.start, successors.stop, LOGPROB_CHUNK_ROWS):
+                end = min(start + LOGPROB_CHUNK_ROWS, successors.stop)
+                first_row = share.first_row + start - 1 - share.first_position
+                logits = self._model.logits(hidden[first_row : first_row + end - start])
+                tokens = share.state.token_ids.values[start:end].tolist()
+                logprobs += token_logprobs(logits, tokens, [num_top] * len(tokens))
+            found[share.request_id] = logprobs
+        return found
+
+
+def kv_cache_views(pool: KVPoolMemory) -> list[tuple[Tensor, Tensor]]:
+    """Per layer the K and V of the pool, [num_blocks, block_size, num_kv_heads, head_dim], sharing its memory."""
+    layout = pool.layout
+    flat = torch.frombuffer(pool.buffer, dtype=TORCH_DTYPES[layout.dtype])
+    token_stride = layout.num_kv_heads * layout.head_dim
+    kv_stride = layout.block_size * token_stride
+    blocks = flat.as_strided(
+        (pool.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim),
+        (layout.block_stride_bytes // flat.element_size(), 2 * kv_stride, kv_stride, token_stride, layout.head_dim, 1),
+    )
+    return [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(layout.num_layers)]

@@ -1,0 +1,36 @@
+"""News of an engine's step, for whoever answers the clients: values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.request import FinishReason
+from core.step import TokenLogprob
+
+
+@dataclass(slots=True)
+class FinishedRequest:
+    """How a request ended. stop_token_id: the stop token that ended it, if one did. error: what went wrong, in words."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """News of one step, by request_id.
+
+    first_index: position of the first of new_token_ids among the request's output tokens. num_cached_tokens: known tokens that
+    were hits, told once, at first admission. prompt_logprobs: told once, complete. prefill_done: prefill-stage requests whose
+    blocks are visible in the store. num_tokens: how many tokens the step computed; 0 means that only transfers can bring news.
+    """
+
+    num_tokens: int = 0
+    new_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    first_index: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, FinishedRequest] = field(default_factory=dict)
+    num_cached_tokens: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    prefill_done: list[str] = field(default_factory=list)
