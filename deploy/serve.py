@@ -1,0 +1,104 @@
+"""`kvrelay serve`: a router and its nodes on this machine, from the model's folder to the last clean-up.
+
+What runs is decided in topology.py, how it is kept running in supervisor.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from connectors.registry import create_connector
+from core.clock import MonotonicClock
+from core.config import Config, config_to_yaml
+from core.model_files import resolve_model
+from deploy.reclaim import reclaim_shared_memory
+from deploy.router_client import RouterUnreachableError, get_json
+from deploy.supervisor import ClusterStartError, StopRequestedError, Supervisor
+from deploy.topology import (
+    child_specs,
+    choose_ports,
+    connect_host,
+    effective_config,
+    join_host_port,
+    node_names,
+    num_usable_cores,
+    with_connector_defaults,
+)
+
+START_TIMEOUT_S = 900.0  # a large model on a slow disk; a child that fails ends the wait at once
+
+
+def serve(config: Config) -> int:
+    """Run the cluster until Ctrl-C or SIGTERM. Returns the exit code. Raises KVRelayError before anything is started."""
+    config = with_connector_defaults(choose_ports(config))
+    create_connector(config.connector.name, config.connector.options, MonotonicClock())  # only looks at its options
+    config = effective_config(config, resolve_model(config.model.path), num_usable_cores())
+    url = f"http://{join_host_port(connect_host(config.router.host), config.router.port)}"
+    try:
+        # The folder goes before the children do: they read it only when they start, and it shall go even if ending them fails.
+        with Supervisor() as supervisor, tempfile.TemporaryDirectory(prefix="kvrelay-") as folder:
+            config_file = Path(folder) / "config.yaml"
+            config_file.write_text(config_to_yaml(config))
+            return _run(supervisor, config, config_file, url)
+    finally:
+        reclaim_shared_memory(config.connector)
+
+
+def _run(supervisor: Supervisor, config: Config, config_file: Path, url: str) -> int:
+    """Start, greet, watch; the children still run when this returns."""
+    began_s = time.monotonic()
+    try:
+        supervisor.start(child_specs(config, config_file), lambda: describe_missing(url, config), START_TIMEOUT_S)
+    except ClusterStartError as error:
+        supervisor.say(str(error))
+        return 1
+    except StopRequestedError:
+        return 0
+    nodes = f"{config.cluster.prefill} prefill and {config.cluster.decode} decode nodes, store {config.connector.name}"
+    supervisor.say(f"ready after {time.monotonic() - began_s:.0f} s: a router, {nodes}")
+    print(greeting(url, config, config_file), flush=True)
+    supervisor.watch()
+    return 0
+
+
+def describe_missing(url: str, config: Config) -> str:
+    """What the cluster still lacks, in words; "" once /health says 200 and every node is registered and up."""
+    try:
+        _, body = get_json(url, "/nodes", timeout_s=2.0)
+        health, _ = get_json(url, "/health", timeout_s=2.0)
+    except RouterUnreachableError:
+        return "the router is starting, the nodes are loading the model"
+    nodes = body.get("nodes", []) if isinstance(body, dict) else []
+    up = {node.get("node_id") for node in nodes if isinstance(node, dict) and node.get("status") == "up"}
+    if missing := [name for name in node_names(config) if name not in up]:
+        return f"the router is up, {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} loading the model"
+    return "" if health == 200 else "all nodes are there, the router is not healthy yet"
+
+
+def greeting(url: str, config: Config, config_file: Path) -> str:
+    """What to try first: a curl line and a snippet for the official OpenAI client."""
+    model = config.model.served_name
+    interpreter = Path(sys.executable).name
+    return f"""
+kvrelay serves {model} at {url}. Try it:
+
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Say hello."}}], "max_tokens": 32}}'
+
+or, with the official client ({interpreter} -m pip install openai):
+
+  from openai import OpenAI
+
+  client = OpenAI(base_url="{url}/v1", api_key="unused")
+  chat = client.chat.completions.create(
+      model="{model}", messages=[{{"role": "user", "content": "Say hello."}}], stream=True, max_tokens=32
+  )
+  for chunk in chat:
+      print(chunk.choices[0].delta.content or "", end="", flush=True)
+
+Another node may join at any time: kvrelay decode-node --config {config_file}
+Ctrl-C ends everything.
+"""

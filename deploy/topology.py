@@ -1,0 +1,138 @@
+"""What `kvrelay serve` runs: the effective configuration and one ChildSpec per process, as plain functions of the user's.
+
+Nothing here starts a process or opens a socket, except the two functions that look whether ports are free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import sys
+from pathlib import Path
+
+from core.config import Config, user_cache_dir
+from core.errors import ConfigError
+from deploy.child_process import ChildSpec
+
+ANY_ADDRESS_TO_LOOPBACK = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
+
+
+def with_connector_defaults(config: Config) -> Config:
+    """Where the store is, unless the user has said it. config.router.port is known.
+
+    shm: a pool named after the port, so that two clusters on one host do not share one. nvme: in the user's cache directory, so
+    that the next start finds it again.
+    """
+    defaults = {"shm": {"name": f"serve-{config.router.port}"}, "nvme": {"path": str(user_cache_dir() / "kv")}}
+    options = defaults.get(config.connector.name, {}) | config.connector.options
+    return dataclasses.replace(config, connector=dataclasses.replace(config.connector, options=options))
+
+
+def effective_config(config: Config, model_folder: Path, num_cores: int) -> Config:
+    """The configuration that router and nodes get: every default that depends on the whole cluster is filled in."""
+    num_nodes = config.cluster.prefill + config.cluster.decode
+    num_threads = config.engine.num_threads or max(1, num_cores // num_nodes)
+    served_name = config.model.served_name or _served_name(config.model.path)
+    host, control_port = connect_host(config.router.host), config.router.control_port or config.router.port + 1
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=str(model_folder), served_name=served_name),
+        engine=dataclasses.replace(config.engine, num_threads=num_threads),
+        router=dataclasses.replace(config.router, control_port=control_port),
+        node=dataclasses.replace(config.node, router=join_host_port(host, control_port), node_id=""),
+    )
+
+
+def child_specs(config: Config, config_file: Path) -> list[ChildSpec]:
+    """Router first, then the nodes, all with config_file. A node gets its name, and a metrics port of its own."""
+    specs = [process_spec("router", config_file)]
+    for position, name in enumerate(node_names(config)):
+        flags = ["--metrics-port", str(config.node.metrics_port + position)] if config.node.metrics_port > 0 else []
+        specs.append(process_spec(name, config_file, "--node-id", name, *flags))
+    return specs
+
+
+def node_names(config: Config) -> list[str]:
+    """The names of the nodes that are started: prefill-0, prefill-1, …, decode-0, …"""
+    return [f"prefill-{i}" for i in range(config.cluster.prefill)] + [f"decode-{i}" for i in range(config.cluster.decode)]
+
+
+def process_spec(name: str, config_file: Path, *flags: str) -> ChildSpec:
+    """One process: "router", or a node whose name begins with its role ("prefill-…", "decode-…")."""
+    module = "router" if name == "router" else f"{name.partition('-')[0]}_node"
+    # -P and PYTHONPATH: the modules are this installation's, not ones of the same name in the user's current folder.
+    root = str(Path(__file__).resolve().parent.parent)
+    python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    return ChildSpec(
+        name=name,
+        argv=(sys.executable, "-P", "-m", module, "--config", str(config_file), *flags),
+        environment=(("PYTHONPATH", python_path), ("PYTHONUNBUFFERED", "1")),
+    )
+
+
+def connect_host(host: str) -> str:
+    """The address under which a server bound to `host` is reached from this machine."""
+    return ANY_ADDRESS_TO_LOOPBACK.get(host, host)
+
+
+def join_host_port(host: str, port: int) -> str:
+    """HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def num_usable_cores() -> int:
+    """How many cores this process may use; a container's or taskset's limit counts where the system tells it."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def choose_ports(config: Config) -> Config:
+    """The same configuration with router.port 0 replaced by a free port and control_port by the next one (or as given).
+
+    Raises ConfigError when a port is taken or the host is not ours: better one line now than a failure of a child later.
+    """
+    router = config.router
+    free = find_free_ports(router.host, 2)
+    port = router.port or free[0]
+    control_port = router.control_port or (port + 1 if router.port else free[1])
+    if control_port == port:
+        raise ConfigError("router.control_port", control_port, f"another port than router.port ({port})")
+    check_port_free("--port", router.host, port)
+    check_port_free("--control-port", router.host, control_port)
+    return dataclasses.replace(config, router=dataclasses.replace(router, port=port, control_port=control_port))
+
+
+def find_free_ports(host: str, count: int) -> list[int]:
+    """Different ports on which nobody listens now."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(_bound_socket("--host", host, 0)) for _ in range(count)]
+        return [int(bound.getsockname()[1]) for bound in sockets]
+
+
+def check_port_free(flag: str, host: str, port: int) -> None:
+    """Raise ConfigError when nothing could listen on host:port."""
+    _bound_socket(flag, host, port).close()
+
+
+def _bound_socket(flag: str, host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, OverflowError) as error:
+        raise ConfigError("--host", host, f"an address or name of this machine ({error})") from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a socket in TIME_WAIT is no obstacle
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(flag, port, f"a port that is free on {host or 'this machine'} ({error.strerror})") from error
+    return listener
+
+
+def _served_name(model_path: str) -> str:
+    path = Path(model_path)
+    return path.resolve().name if path.exists() else model_path

@@ -1,0 +1,87 @@
+"""Greedy output is the same token for token: alone, disaggregated, from hits, from disk after a restart; and right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.prompts import LENGTHS, MODEL, NUM_OUTPUT_TOKENS, token_prompts, transformers_continues
+from tests.support.cluster import Cluster, ClusterSpec
+
+BLOCK_SIZE = 16
+# Full blocks in front of the last prompt token: what a hit can cover.
+NUM_HIT_TOKENS = sum((length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in LENGTHS)
+
+
+def cluster_spec(dtype: str, **keywords: Any) -> ClusterSpec:
+    return ClusterSpec(model=MODEL, dtype=dtype, engine={"kv_pool_mib": 700, "max_num_batched_tokens": 512}, **keywords)
+
+
+def ask_all(cluster: Cluster, max_concurrent: int = 20) -> list[list[int]]:
+    """Output token ids of all prompts, sent together."""
+    bodies: list[dict[str, Any]] = [
+        {"prompt": prompt, "max_tokens": NUM_OUTPUT_TOKENS, "ignore_eos": True, "return_token_ids": True}
+        for prompt in token_prompts()
+    ]
+    return [answer["choices"][0]["token_ids"] for answer in cluster.client.complete_many(bodies, max_concurrent)]
+
+
+def external_hits(cluster: Cluster, role: str) -> float:
+    return cluster.client.metric("kvrelay_external_prefix_cache_hits_total", role=role)
+
+
+def local_hits(cluster: Cluster, role: str) -> float:
+    return cluster.client.metric("kvrelay_prefix_cache_hits_total", role=role)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(dtype: str) -> list[list[int]]:
+    """kvrelay's own tokens, monolithic and without a store, three requests at a time."""
+    with Cluster(cluster_spec(dtype, prefill=0, decode=1, connector="none")) as cluster:
+        return ask_all(cluster, max_concurrent=3)
+
+
+@pytest.mark.timeout(900)
+def test_monolithic_equals_transformers_in_float32(dtype: str, expected: list[list[int]]) -> None:
+    """In bfloat16 there is no such reference: transformers' own attention variants disagree with each other there."""
+    assert [len(output) for output in expected] == [NUM_OUTPUT_TOKENS] * len(LENGTHS)
+    if dtype == "float32":
+        assert transformers_continues(expected) == expected
+
+
+@pytest.mark.timeout(900)
+def test_disaggregated_through_shm_equals_monolithic_also_from_hits(dtype: str, expected: list[list[int]]) -> None:
+    with Cluster(cluster_spec(dtype, prefill=1, decode=1, connector="shm")) as cluster:
+        assert ask_all(cluster) == expected
+        # Prompts of up to one block stay on the decode node; all other full blocks were handed over.
+        assert external_hits(cluster, "decode") == NUM_HIT_TOKENS
+        assert local_hits(cluster, "decode") == 0
+        assert ask_all(cluster) == expected
+        assert local_hits(cluster, "decode") == NUM_HIT_TOKENS
+        assert local_hits(cluster, "prefill") == NUM_HIT_TOKENS
+        cluster.wait_clean()
+
+
+@pytest.mark.timeout(900)
+def test_disaggregated_through_nvme_equals_monolithic_also_after_restart(
+    dtype: str, expected: list[list[int]], tmp_path: Path
+) -> None:
+    spec = cluster_spec(dtype, prefill=1, decode=1, connector="nvme", connector_options={"path": str(tmp_path / "kv")})
+    with Cluster(spec) as cluster:
+        assert ask_all(cluster) == expected
+        assert external_hits(cluster, "decode") == NUM_HIT_TOKENS
+    with Cluster(spec) as cluster:  # all processes are new: what is known is on the disk
+        assert ask_all(cluster) == expected
+        assert external_hits(cluster, "prefill") == NUM_HIT_TOKENS
+        assert external_hits(cluster, "decode") == NUM_HIT_TOKENS
+        recomputed = cluster.client.metric("kvrelay_prompt_tokens_by_source_total", role="prefill", source="recomputed")
+        num_prefill = sum(length for length in LENGTHS if length > BLOCK_SIZE)
+        assert recomputed == num_prefill - NUM_HIT_TOKENS
+        cluster.wait_clean()

@@ -1,0 +1,151 @@
+"""The sampler: exact cases, statistics of random draws, and independence of a row from its batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from core.model.sampler import SampledRow, Sampler, sample_random, token_logprobs, uniform
+from core.sampling_params import SamplingParams
+
+EOS = 2
+
+
+def make_row(prompt: list[int] | None = None, output: list[int] | None = None, **sampling: Any) -> SampledRow:
+    prompt, output = prompt or [1], output or []
+    return SampledRow(SamplingParams(**{"max_tokens": 50, **sampling}), np.array(prompt + output, dtype=np.int64), len(prompt))
+
+
+def sample_one(logits: list[float], row: SampledRow) -> int:
+    return Sampler([EOS]).sample(torch.tensor([logits]), [row])[0]
+
+
+def draw(logits: torch.Tensor, count: int, **sampling: Any) -> torch.Tensor:
+    """Relative frequencies of `count` draws with different seeds."""
+    rows = [make_row(seed=seed, **sampling) for seed in range(count)]
+    tokens = Sampler([EOS]).sample(logits.expand(count, -1).clone(), rows)
+    return torch.bincount(torch.tensor(tokens), minlength=logits.shape[0]) / count
+
+
+def test_sampler_greedy_tie_takes_first() -> None:
+    assert sample_one([0.0, 3.0, 1.0, 3.0], make_row(temperature=0.0)) == 1
+    tied = torch.zeros(3, 50_000, dtype=torch.bfloat16)
+    tied[:, [777, 40_000]] = 5.0
+    assert Sampler([EOS]).sample(tied, [make_row(temperature=0.0)] * 3) == [777] * 3
+
+
+def test_sampler_does_not_change_logits() -> None:
+    logits = torch.randn(2, 30)
+    before = logits.clone()
+    Sampler([EOS]).sample(logits, [make_row(logit_bias={3: 5.0}, top_k=4, repetition_penalty=1.3), make_row(temperature=0.0)])
+    assert torch.equal(logits, before)
+
+
+def test_sampler_logit_bias_moves_choice() -> None:
+    assert sample_one([0.0, 3.0, 1.0], make_row(temperature=0.0, logit_bias={2: 5.0})) == 2
+    assert sample_one([0.0, 3.0, 1.0], make_row(temperature=0.0, logit_bias={1: -100.0})) == 2
+
+
+def test_sampler_min_tokens_forbids_eos_and_stop_tokens_until_reached() -> None:
+    logits = [0.0, 1.0, 9.0, 8.0, 7.0]
+    forbidding = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (3,)}
+    assert sample_one(logits, make_row(**forbidding)) == 4
+    assert sample_one(logits, make_row(output=[1], **forbidding)) == 4
+    assert sample_one(logits, make_row(output=[1, 1], **forbidding)) == 2
+    assert sample_one(logits, make_row(ignore_eos=True, **forbidding)) == 2  # eos ends nothing, so it may come
+
+
+def test_sampler_penalties_follow_their_formulas() -> None:
+    greedy = {"temperature": 0.0}
+    logits = [0.0, 4.0, 3.9, -1.0]
+    assert sample_one(logits, make_row(prompt=[1], **greedy, repetition_penalty=1.1)) == 2  # counts the prompt
+    assert sample_one(logits, make_row(prompt=[1], **greedy, presence_penalty=1.0)) == 1  # does not
+    assert sample_one(logits, make_row(output=[1], **greedy, presence_penalty=0.2)) == 2
+    assert sample_one(logits, make_row(output=[1], **greedy, frequency_penalty=0.06)) == 1
+    assert sample_one(logits, make_row(output=[1, 1], **greedy, frequency_penalty=0.06)) == 2
+    # A negative logit is multiplied: a penalty never makes a token likelier.
+    assert sample_one([-1.0, -1.1], make_row(prompt=[0], **greedy, repetition_penalty=1.5)) == 1
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"logit_bias": {1: 1.0}}])
+def test_sampler_nothing_possible_gives_a_token(value: float, sampling: dict[str, Any]) -> None:
+    assert sample_one([value] * 5, make_row(**sampling)) in range(5)
+
+
+def test_sampler_infinite_logit_wins() -> None:
+    assert sample_one([0.0, math.inf, 1.0, -math.inf], make_row(seed=3, top_p=0.9)) == 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({}, [0.5, 0.25, 0.15, 0.1]),
+        ({"top_k": 2}, [2 / 3, 1 / 3, 0.0, 0.0]),
+        ({"top_k": -1, "top_p": 0.7}, [2 / 3, 1 / 3, 0.0, 0.0]),
+        ({"top_p": 0.76}, [5 / 9, 2.5 / 9, 1.5 / 9, 0.0]),
+        ({"top_p": 0.01}, [1.0, 0.0, 0.0, 0.0]),
+        ({"min_p": 0.25}, [5 / 9, 2.5 / 9, 1.5 / 9, 0.0]),
+        ({"min_p": 1.0}, [1.0, 0.0, 0.0, 0.0]),
+        ({"top_k": 3, "top_p": 0.8}, [2 / 3, 1 / 3, 0.0, 0.0]),  # top_p counts what top_k left: 0.5/0.9, 0.25/0.9
+        ({"temperature": 0.5}, [0.25 / 0.345, 0.0625 / 0.345, 0.0225 / 0.345, 0.01 / 0.345]),
+    ],
+)
+def test_sampler_random_draws_have_the_distribution(sampling: dict[str, Any], expected: list[float]) -> None:
+    logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
+    order = torch.tensor([2, 0, 3, 1])
+    found = draw(logits[order], 8000, **sampling)
+    # Five standard deviations of a binomial; impossible tokens must not appear at all.
+    for share, probability in zip(found[order.argsort()].tolist(), expected, strict=True):
+        assert abs(share - probability) <= 5 * math.sqrt(probability * (1 - probability) / 8000) + 1e-9
+
+
+def test_sampler_top_p_beyond_the_candidates_sorts_all() -> None:
+    logits = torch.zeros(1, 5000)
+    logits[0, :2500] = 1.0
+    probability = math.e / (2500 * math.e + 2500)
+    row = make_row(seed=1, top_p=2000 * probability)
+    kept = [int(sample_random(logits.clone(), [SampledRow(row.sampling, np.arange(n), 1)])) for n in range(1, 60)]
+    assert max(kept) < 2500 and len(set(kept)) > 50
+
+
+def test_sampler_row_is_independent_of_its_batch() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(24, 3000, dtype=torch.float32) * 3
+    variants: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {},
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.05, "temperature": 1.3},
+        {"top_k": 50, "top_p": 0.5, "repetition_penalty": 1.2},
+        {"frequency_penalty": 0.5, "min_tokens": 9},
+        {"top_p": 0.9999, "temperature": 5.0},
+    ]
+    rows = [make_row(output=[5, 6, 7][: i % 4], seed=i, **variants[i % len(variants)]) for i in range(24)]
+    sampler = Sampler([EOS])
+    together = sampler.sample(logits, rows)
+    assert together == [sampler.sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    assert together[::-1] == sampler.sample(logits.flip(0), rows[::-1])
+
+
+def test_uniform_depends_on_seed_and_position_alone() -> None:
+    assert uniform(None, 3) == uniform(0, 3) != uniform(0, 4)
+    assert uniform(-(2**63), 0) != uniform(2**63 - 1, 0)
+    numbers = [uniform(seed, position) for seed in range(50) for position in range(50)]
+    assert all(0 <= number < 1 for number in numbers)
+    assert abs(sum(numbers) / len(numbers) - 0.5) < 0.03
+
+
+def test_token_logprobs_rank_and_order_of_ties() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0], [0.0, 0.0, 3.0, 1.0]])
+    first, second = token_logprobs(logits, [2, 3], [3, 0])
+    expected = logits.log_softmax(-1)
+    assert (first.rank, second.rank) == (1, 2)
+    assert [token_id for token_id, _ in first.top] == [1, 2, 0]
+    assert second.top == ()
+    assert first.logprob == pytest.approx(float(expected[0, 2])) and second.logprob == pytest.approx(float(expected[1, 3]))
