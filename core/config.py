@@ -56,7 +56,8 @@ class EngineOptions:
     """One engine. kv_pool_mib sizes the pool unless num_blocks is set. long_prefill_token_threshold 0: no cap on a chunk.
 
     policy: fcfs or priority (lower value first, then earlier arrival). save_decode_blocks: store blocks that fill while
-    decoding, so that a request can move to another node by a prefix hit. num_threads 0: what torch chooses.
+    decoding, so that a request can move to another node by a prefix hit. kv_load_policy: auto loads KV from the store when that
+    is predicted to be faster than computing it, always does not ask. num_threads 0: what torch chooses.
     """
 
     block_size: int = 16
@@ -70,6 +71,7 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     policy: str = "fcfs"
     save_decode_blocks: bool = True
+    kv_load_policy: str = "auto"
     num_threads: int = 0
     lookup_timeout_s: float = 1.0
     kv_load_timeout_s: float = 10.0
@@ -83,6 +85,7 @@ class EngineOptions:
         for name in ("lookup_timeout_s", "kv_load_timeout_s", "kv_save_timeout_s"):
             _check(getattr(self, name) > 0, f"engine.{name}", getattr(self, name), "above 0")
         _check(self.policy in ("fcfs", "priority"), "engine.policy", self.policy, "fcfs or priority")
+        _check(self.kv_load_policy in ("auto", "always"), "engine.kv_load_policy", self.kv_load_policy, "auto or always")
         _check(
             self.max_num_batched_tokens >= self.max_num_seqs,
             "engine.max_num_batched_tokens",

@@ -74,6 +74,7 @@ class EngineCore:
             block_bytes=model.layout.block_bytes,
             load_timeout_s=options.kv_load_timeout_s,
             save_timeout_s=options.kv_save_timeout_s,
+            always_load=options.kv_load_policy == "always",
         )
         self._scheduler = Scheduler(options, self._kv, self._ledger, clock, self.stats)
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of ended requests are skipped

@@ -71,7 +71,7 @@ def list_weight_files(folder: Path) -> list[Path]:
     if index_path.is_file():
         try:
             names = sorted(set(json.loads(index_path.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelLoadError(f"{index_path}: not a safetensors index ({error})") from error
         absent = [name for name in names if not (folder / name).is_file()]
         if absent:

@@ -59,6 +59,7 @@ class TransferLedger:
         block_bytes: int,
         load_timeout_s: float,
         save_timeout_s: float,
+        always_load: bool = False,
     ) -> None:
         self._connector = connector
         self._pool = pool
@@ -67,6 +68,7 @@ class TransferLedger:
         self._block_size = block_size
         self._block_bytes = block_bytes
         self._timeout_s = {TransferDirection.LOAD: load_timeout_s, TransferDirection.SAVE: save_timeout_s}
+        self._always_load = always_load
         self._breaker = CircuitBreaker()
         self._entry_by_id: dict[int, _Entry] = {}
         self._transfer_id_by_loading_hash: dict[bytes, int] = {}
@@ -115,7 +117,10 @@ class TransferLedger:
         return max(0, min(num_blocks, len(block_hashes) - num_local_blocks))
 
     def should_load(self, num_blocks: int) -> bool:
-        """Whether loading so many blocks is predicted to be faster than computing them."""
+        """Whether loading so many blocks is predicted to be faster than computing them, or wanted in any case."""
+        if self._always_load:
+            _count(self._stats.load_or_recompute, "load.always")
+            return True
         choice, reason = self.cost.should_load(
             num_blocks * self._block_size, num_blocks * self._block_bytes, self._num_bytes_loading
         )

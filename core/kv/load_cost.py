@@ -10,9 +10,14 @@ _PROBE_EVERY = 16  # loads judged too slow are tried this often, so that a store
 
 
 class LinearCost:
-    """seconds = intercept + slope * size, by exponentially weighted least squares, both kept at 0 or above."""
+    """seconds = intercept + slope * size, by exponentially weighted least squares, both kept at 0 or above.
 
-    def __init__(self) -> None:
+    As long as all sizes seen are alike, is_proportional says what is assumed of others: that time grows with size (computing),
+    or that it is mostly latency (loading), which errs towards trying, and so towards learning.
+    """
+
+    def __init__(self, *, is_proportional: bool) -> None:
+        self._is_proportional = is_proportional
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, size: float, seconds: float) -> None:
@@ -27,21 +32,23 @@ class LinearCost:
         """Seconds for `size` units; None before the first observation."""
         if self._weight == 0.0:
             return None
+        mean_s = self._y / self._weight
         spread = self._weight * self._xx - self._x * self._x
         if spread > 1e-9 * self._xx * self._weight:
             slope = max(0.0, (self._weight * self._xy - self._x * self._y) / spread)
-            intercept = max(0.0, (self._y - slope * self._x) / self._weight)
-            if slope > 0.0:
-                return intercept + slope * size
-        return self._y / self._x * size if self._x else self._y / self._weight  # one size only: proportional
+            intercept = mean_s - slope * self._x / self._weight
+            if intercept < 0.0:  # the line through the origin that fits best
+                slope, intercept = self._xy / self._xx, 0.0
+            return intercept + slope * size
+        return self._y / self._x * size if self._is_proportional and self._x else mean_s
 
 
 class LoadOrRecompute:
     """Chooses, for tokens that a store can supply, between loading and computing."""
 
     def __init__(self) -> None:
-        self._load = LinearCost()
-        self._recompute = LinearCost()
+        self._load = LinearCost(is_proportional=False)
+        self._recompute = LinearCost(is_proportional=True)
         self._num_declined = 0
 
     def observe_load(self, num_bytes: int, seconds: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,6 +20,7 @@ from core.model.weights import LayerWeights, LlamaWeights
 # A matrix product gives a row the same bits among any multiple of 8 rows, in float32, bfloat16 and float16 and with any number
 # of threads, but not alone or among 1, 2, 3, 5, 7 or 9 (measured on x86 with MKL and oneDNN; the tests repeat it).
 ROW_MULTIPLE = 8
+FEED_FORWARD_ROWS = 128  # rows whose activations are worked on at a time, so that their float32 copies stay in the cache
 
 
 def padded_num_rows(num_rows: int) -> int:
@@ -80,7 +82,11 @@ class LlamaModel:
 def _feed_forward(layer: LayerWeights, normed: Tensor) -> Tensor:
     """SwiGLU (https://arxiv.org/abs/2002.05202): down(silu(gate(x)) * up(x))."""
     gate, up = functional.linear(normed, layer.gate_up_proj, layer.gate_up_bias).chunk(2, dim=-1)
-    return functional.linear(silu(gate).mul_(up), layer.down_proj, layer.down_bias)
+    activated = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    for rows in range(0, gate.shape[0], FEED_FORWARD_ROWS):
+        part = slice(rows, rows + FEED_FORWARD_ROWS)
+        activated[part] = silu(gate[part]).mul_(up[part])
+    return functional.linear(activated, layer.down_proj, layer.down_bias)
 
 
 def silu(values: Tensor) -> Tensor:

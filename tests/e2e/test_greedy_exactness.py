@@ -16,7 +16,8 @@ NUM_HIT_TOKENS = sum((length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in LENGT
 
 
 def cluster_spec(dtype: str, **keywords: Any) -> ClusterSpec:
-    return ClusterSpec(model=MODEL, dtype=dtype, engine={"kv_pool_mib": 700, "max_num_batched_tokens": 512}, **keywords)
+    engine = {"kv_pool_mib": 700, "max_num_batched_tokens": 512, "kv_load_policy": "always"}  # so that hits can be counted
+    return ClusterSpec(model=MODEL, dtype=dtype, engine=engine, **keywords)
 
 
 def ask_all(cluster: Cluster, max_concurrent: int = 20) -> list[list[int]]:

@@ -11,7 +11,7 @@ from core.kv.load_cost import LinearCost, LoadOrRecompute
 
 @pytest.mark.parametrize(("intercept", "slope"), [(0.0, 1e-6), (0.01, 1e-6), (0.2, 1e-9)])
 def test_linear_cost_learns_latency_and_bandwidth(intercept: float, slope: float) -> None:
-    cost, rng = LinearCost(), random.Random(0)
+    cost, rng = LinearCost(is_proportional=False), random.Random(0)
     for _ in range(50):
         size = rng.randrange(1_000, 1_000_000)
         cost.observe(size, intercept + slope * size)
@@ -19,11 +19,20 @@ def test_linear_cost_learns_latency_and_bandwidth(intercept: float, slope: float
         assert cost.predict_s(size) == pytest.approx(intercept + slope * size, rel=0.05)
 
 
-def test_linear_cost_of_one_size_scales_with_it() -> None:
-    cost = LinearCost()
-    assert cost.predict_s(5) is None
-    cost.observe(100, 2.0)
-    assert cost.predict_s(200) == pytest.approx(4.0)
+def test_linear_cost_of_one_size_assumes_what_it_was_told() -> None:
+    for is_proportional, expected_s in ((True, 4.0), (False, 2.0)):
+        cost = LinearCost(is_proportional=is_proportional)
+        assert cost.predict_s(5) is None
+        cost.observe(100, 2.0)
+        assert cost.predict_s(200) == pytest.approx(expected_s)
+
+
+def test_load_or_recompute_small_slow_load_does_not_stop_large_ones_from_being_tried() -> None:
+    choice = LoadOrRecompute()
+    choice.observe_prefill(16, 0.03)
+    choice.observe_load(16_000, 0.2)  # one block, noticed a step late
+    assert choice.should_load(16, 16_000, 0) == (False, "slower")
+    assert choice.should_load(1000, 1_000_000, 0) == (True, "faster")
 
 
 def test_load_or_recompute_picks_the_faster_over_lengths() -> None:
