@@ -14,6 +14,7 @@ from collections import deque
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from core.errors import WireError
 from core.wire import messages
@@ -89,6 +90,8 @@ class NodeLink:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        poller.register(monitor, zmq.POLLIN)
         next_register_s = next_heartbeat_s = 0.0
         while not self._is_closed:
             now_s = time.monotonic()
@@ -103,10 +106,15 @@ class NodeLink:
             ready = dict(poller.poll(max(1, int((due_s - now_s) * 1000))))
             if self._wake_read in ready:
                 os.read(self._wake_read, 65536)
+            if monitor in ready:
+                recv_monitor_message(monitor)
+                self._forget_registration()
+                next_register_s = 0.0
             if socket in ready:
                 self._receive_all(socket)
             self._flush(socket)
         self._flush(socket)
+        socket.disable_monitor()
         context.destroy(linger=200)
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -148,10 +156,20 @@ class NodeLink:
             self._has_command.set()
         elif isinstance(message, messages.Ping):
             pass
+        elif isinstance(message, messages.RegisterAgain):
+            self._forget_registration()
         else:
-            if isinstance(message, messages.RegisterAgain):
-                if not self.is_registered.is_set():
-                    return  # a registration is already on its way
-                self.is_registered.clear()
             self.commands.append(message)
+            self._has_command.set()
+
+    def _forget_registration(self) -> None:
+        """Start over with the router: what was in flight when the connection broke may be lost on either side.
+
+        The step thread drops its requests, the router gives them to other nodes when it sees the new registration.
+        """
+        if self.is_registered.is_set():  # else one is already on its way
+            self.is_registered.clear()
+            index = self._registration.registration_index + 1
+            self._registration = msgspec.structs.replace(self._registration, registration_index=index)
+            self.commands.append(messages.RegisterAgain())
             self._has_command.set()

@@ -43,7 +43,11 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 # -- node to router ----------------------------------------------------------------------------------------------------
 class Register(msgspec.Struct, tag="register", frozen=True, kw_only=True):
-    """First message of a node, repeated when the router asks. generation differs for every start of a node's process."""
+    """First message of a node, repeated until it is answered, and sent anew when the router asks or the connection broke.
+
+    generation differs for every start of a node's process; registration_index counts its registrations: a new one says that
+    the node has dropped all requests, the same one again says nothing new.
+    """
 
     node_id: str
     role: str  # "prefill" or "decode"
@@ -54,6 +58,7 @@ class Register(msgspec.Struct, tag="register", frozen=True, kw_only=True):
     connector: str
     metrics_address: str = ""
     protocol_version: int = PROTOCOL_VERSION
+    registration_index: int = 0
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zmq
 
-SEND_QUEUE_MESSAGES = 20_000
+SEND_QUEUE_MESSAGES = 20_000  # per peer: one that leaves so many unread is treated as gone
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 1_000
 _LINGER_MS = 200

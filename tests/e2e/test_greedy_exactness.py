@@ -11,8 +11,10 @@ from tests.e2e.prompts import LENGTHS, MODEL, NUM_OUTPUT_TOKENS, token_prompts, 
 from tests.support.cluster import Cluster, ClusterSpec
 
 BLOCK_SIZE = 16
-# Full blocks in front of the last prompt token: what a hit can cover.
-NUM_HIT_TOKENS = sum((length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in LENGTHS)
+HANDED_OVER = [length for length in LENGTHS if length > BLOCK_SIZE]  # shorter prompts stay on the decode node
+# A hit leaves at least one known token to compute: on a prefill node the prompt's last, on a decode node the first output token.
+NUM_PREFILL_HIT_TOKENS = sum((length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in HANDED_OVER)
+NUM_DECODE_HIT_TOKENS = sum(length // BLOCK_SIZE * BLOCK_SIZE for length in HANDED_OVER)
 
 
 def cluster_spec(dtype: str, **keywords: Any) -> ClusterSpec:
@@ -61,12 +63,11 @@ def test_monolithic_equals_transformers_in_float32(dtype: str, expected: list[li
 def test_disaggregated_through_shm_equals_monolithic_also_from_hits(dtype: str, expected: list[list[int]]) -> None:
     with Cluster(cluster_spec(dtype, prefill=1, decode=1, connector="shm")) as cluster:
         assert ask_all(cluster) == expected
-        # Prompts of up to one block stay on the decode node; all other full blocks were handed over.
-        assert external_hits(cluster, "decode") == NUM_HIT_TOKENS
+        assert external_hits(cluster, "decode") == NUM_DECODE_HIT_TOKENS
         assert local_hits(cluster, "decode") == 0
         assert ask_all(cluster) == expected
-        assert local_hits(cluster, "decode") == NUM_HIT_TOKENS
-        assert local_hits(cluster, "prefill") == NUM_HIT_TOKENS
+        assert local_hits(cluster, "decode") == NUM_DECODE_HIT_TOKENS
+        assert local_hits(cluster, "prefill") == NUM_PREFILL_HIT_TOKENS
         cluster.wait_clean()
 
 
@@ -77,12 +78,11 @@ def test_disaggregated_through_nvme_equals_monolithic_also_after_restart(
     spec = cluster_spec(dtype, prefill=1, decode=1, connector="nvme", connector_options={"path": str(tmp_path / "kv")})
     with Cluster(spec) as cluster:
         assert ask_all(cluster) == expected
-        assert external_hits(cluster, "decode") == NUM_HIT_TOKENS
+        assert external_hits(cluster, "decode") == NUM_DECODE_HIT_TOKENS
     with Cluster(spec) as cluster:  # all processes are new: what is known is on the disk
         assert ask_all(cluster) == expected
-        assert external_hits(cluster, "prefill") == NUM_HIT_TOKENS
-        assert external_hits(cluster, "decode") == NUM_HIT_TOKENS
+        assert external_hits(cluster, "prefill") == NUM_PREFILL_HIT_TOKENS
+        assert external_hits(cluster, "decode") == NUM_DECODE_HIT_TOKENS
         recomputed = cluster.client.metric("kvrelay_prompt_tokens_by_source_total", role="prefill", source="recomputed")
-        num_prefill = sum(length for length in LENGTHS if length > BLOCK_SIZE)
-        assert recomputed == num_prefill - NUM_HIT_TOKENS
+        assert recomputed == sum(HANDED_OVER) - NUM_PREFILL_HIT_TOKENS
         cluster.wait_clean()

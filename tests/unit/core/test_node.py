@@ -30,7 +30,7 @@ class NodeUnderTest:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         configure_router_socket(self.socket)
-        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        port = self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         config = Config(
             engine=EngineOptions(block_size=4, max_num_seqs=4, max_num_batched_tokens=64),
             node=NodeOptions(router=f"127.0.0.1:{port}", node_id="n1", metrics_port=-1),
@@ -161,6 +161,19 @@ def test_node_forgotten_by_router_drops_requests_and_registers_again(node: NodeU
     node.send(messages.RegisterAgain())
     second = node.register()
     assert second.generation == first.generation
+    assert node.audit().counts["requests"] == 0
+
+
+def test_node_connection_breaks_requests_are_dropped_and_node_registers_anew(node: NodeUnderTest) -> None:
+    first = node.register()
+    node.send(_generate("a", max_tokens=240))
+    node.wait_for_tokens("a", 1)
+    node.socket.close(linger=0)
+    node.socket = node.context.socket(zmq.ROUTER)  # as a router that was restarted
+    configure_router_socket(node.socket)
+    node.socket.bind(f"tcp://127.0.0.1:{node.port}")
+    second = node.register()
+    assert (second.generation, second.registration_index) == (first.generation, first.registration_index + 1)
     assert node.audit().counts["requests"] == 0
 
 

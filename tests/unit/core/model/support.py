@@ -49,7 +49,7 @@ def save_llama(folder: Path, max_shard_size: str = "1GB", seed: int = 0, **overr
 
 @dataclass
 class Request:
-    """A request being driven. hidden outputs are collected: tokens, logprobs."""
+    """A request being driven, with its blocks and everything that the runner returned for it."""
 
     request_id: str
     token_ids: list[int]

@@ -130,7 +130,7 @@ def test_runner_load_pool_of_another_layout_raises(tmp_path: Path) -> None:
     save_llama(tmp_path)
     description = describe_model(tmp_path, ModelOptions(dtype="float32"), 16)
     pool = KVPoolMemory(dataclasses.replace(description.kv_layout, block_size=8), 4)
-    with pytest.raises(ConfigError, match="pool.layout"):
+    with pytest.raises(ConfigError, match=r"pool\.layout"):
         TorchModelRunner.load(tmp_path, description, pool, 0)
 
 

@@ -72,7 +72,9 @@ def test_sampler_penalties_follow_their_formulas() -> None:
 
 
 @pytest.mark.parametrize("value", [-math.inf, math.nan])
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"logit_bias": {1: 1.0}}])
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"logit_bias": {1: 1.0}}]
+)
 def test_sampler_nothing_possible_gives_a_token(value: float, sampling: dict[str, Any]) -> None:
     assert sample_one([value] * 5, make_row(**sampling)) in range(5)
 

@@ -1,0 +1,343 @@
+"""The HTTP application: routes, body limits, error bodies, and the endpoints that tell about the cluster.
+
+Generation is in http_generation.py. Every error has OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from core.clock import Clock
+from core.config import RouterOptions
+from core.errors import InvalidInputError, OverloadedError
+from core.wire.messages import ModelInfo
+from router.chat_template import ChatTemplate
+from router.dispatcher import Dispatcher
+from router.http_generation import HTTP_CLIENT_CLOSED, GenerationEndpoints, GenerationFailedError, json_response
+from router.metrics import RouterMetrics
+from router.openai_protocol import DetokenizeRequest, ErrorBody, ErrorResponse, TokenizeRequest, decode_body
+from router.registry import NodeState, NodeStatus
+from router.request_validation import ModelLimits, UnknownModelError, check_model_name
+from router.tokenizer import Tokenizer
+
+logger = logging.getLogger("kvrelay.router")
+
+AUDIT_TIMEOUT_S = 5.0
+SHUTDOWN_RETRY_AFTER_S = 5.0
+REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class BodyTooLargeError(Exception):
+    """The body exceeds max_body_bytes."""
+
+
+class ShuttingDownError(Exception):
+    """The router takes no new requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What is served, as far as the model's folder tells: limits before the first node has registered.
+
+    names: the first is what answers carry; requests may use any.
+    """
+
+    names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+
+
+Handler = Callable[[Request, bytes], Awaitable[Response]]
+
+
+class HttpApi:
+    """All handlers and the application that routes to them."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        clock: Clock,
+        model: ServedModel,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+    ) -> None:
+        self.is_shutting_down = False
+        self._options = options
+        self._clock = clock
+        self._model = model
+        self._tokenizer = tokenizer
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._created = int(time.time())
+        self._generation = GenerationEndpoints(dispatcher.core, tokenizer, chat_template, self.limits)
+        self.app: ASGIApp = _with_request_id(self._routes())
+
+    def limits(self) -> ModelLimits:
+        """What requests are checked against: the nodes' word once there was one, else the model folder's."""
+        served: ServedModel | ModelInfo = self._dispatcher.core.registry.model or self._model
+        return ModelLimits(self._model.names, served.max_model_len, served.vocab_size, self._options.max_choices)
+
+    # -- endpoints -----------------------------------------------------------------------------------------------------
+    async def models(self, _request: Request) -> Response:
+        """GET /v1/models."""
+        return json_response({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{name}."""
+        check_model_name(request.path_params["name"], self.limits())
+        return json_response(self._model_card())
+
+    async def health(self, _request: Request) -> Response:
+        """GET /health: 200 while some decode node takes requests."""
+        registry = self._dispatcher.core.registry
+        if self.is_shutting_down:
+            return json_response({"status": "unavailable", "reasons": ["the router is shutting down"]}, 503)
+        warnings = [] if registry.has_candidate("prefill") else ["no prefill node: decode nodes prefill"]
+        if registry.has_candidate("decode"):
+            return json_response({"status": "ok", "warnings": warnings})
+        decode_nodes = [node for node in registry.nodes.values() if node.role == "decode"]
+        reasons = [f"{node.node_id} is {node.status.value}: {node.down_reason}".rstrip(": ") for node in decode_nodes]
+        return json_response({"status": "unavailable", "reasons": reasons or ["no decode node has registered"]}, 503)
+
+    async def version(self, _request: Request) -> Response:
+        """GET /version."""
+        try:
+            version = importlib.metadata.version("kvrelay")
+        except importlib.metadata.PackageNotFoundError:
+            version = "unknown"
+        return json_response({"version": version})
+
+    async def metrics(self, _request: Request) -> Response:
+        """GET /metrics."""
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def nodes(self, _request: Request) -> Response:
+        """GET /nodes."""
+        now_s = self._clock.now_s()
+        nodes = sorted(self._dispatcher.core.registry.nodes.values(), key=lambda node: node.node_id)
+        return json_response({"nodes": [_node_body(node, now_s) for node in nodes]})
+
+    async def audit(self, _request: Request) -> Response:
+        """GET /audit: 200 when nothing is held that should not be, else 503."""
+        num_in_flight = self._dispatcher.core.num_in_flight
+        replies, missing = await self._dispatcher.audit(AUDIT_TIMEOUT_S)
+        problems = [f"{node_id}: no answer within {AUDIT_TIMEOUT_S:g} s" for node_id in missing]
+        for node_id, reply in sorted(replies.items()):
+            problems += [f"{node_id}: {problem}" for problem in reply.problems]
+            num_held = reply.counts.get("requests", 0)
+            if num_held and not num_in_flight and not self._dispatcher.core.num_in_flight:
+                problems.append(f"{node_id}: holds {num_held} requests while the router has none")
+        body = {
+            "is_clean": not problems,
+            "problems": problems,
+            "router": {"requests_in_flight": self._dispatcher.core.num_in_flight},
+            "nodes": {node_id: {"counts": reply.counts, "problems": reply.problems} for node_id, reply in replies.items()},
+        }
+        return json_response(body, 503 if problems else 200)
+
+    async def tokenize(self, _request: Request, body: bytes) -> Response:
+        """POST /tokenize."""
+        parsed = decode_body(body, TokenizeRequest)
+        limits = self.limits()
+        check_model_name(parsed.model, limits)
+        if (parsed.prompt is None) == (parsed.messages is None):
+            raise InvalidInputError("prompt", parsed.prompt, "either prompt or messages")
+        if parsed.prompt is not None:
+            token_ids = await self._generation.encode(parsed.prompt, parsed.add_special_tokens is not False)
+        else:
+            token_ids = await self._generation.chat_token_ids(
+                parsed.messages or [],
+                add_generation_prompt=parsed.add_generation_prompt is not False,
+                add_special_tokens=bool(parsed.add_special_tokens),
+                extra=parsed.chat_template_kwargs,
+            )
+        strings = [self._tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
+        return json_response(
+            {
+                "count": len(token_ids),
+                "max_model_len": limits.max_model_len,
+                "tokens": token_ids,
+                "token_strs": strings if parsed.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, _request: Request, body: bytes) -> Response:
+        """POST /detokenize."""
+        parsed = decode_body(body, DetokenizeRequest)
+        check_model_name(parsed.model, self.limits())
+        for token_id in parsed.tokens:
+            if not 0 <= token_id < self._tokenizer.vocab_size:
+                raise InvalidInputError("tokens", token_id, f"token ids from 0 to {self._tokenizer.vocab_size - 1}")
+        return json_response({"prompt": self._tokenizer.decode(parsed.tokens, skip_special_tokens=False)})
+
+    # -- plumbing ------------------------------------------------------------------------------------------------------
+    def _routes(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/completions", self._with_body(self._generation.completions), methods=["POST"]),
+                Route("/v1/chat/completions", self._with_body(self._generation.chat_completions), methods=["POST"]),
+                Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.model),
+                Route("/tokenize", self._with_body(self.tokenize), methods=["POST"]),
+                Route("/detokenize", self._with_body(self.detokenize), methods=["POST"]),
+                Route("/health", self.health),
+                Route("/version", self.version),
+                Route("/metrics", self.metrics),
+                Route("/nodes", self.nodes),
+                Route("/audit", self.audit),
+            ],
+            exception_handlers={
+                InvalidInputError: self._on_invalid_input,
+                UnknownModelError: self._on_unknown_model,
+                OverloadedError: self._on_overloaded,
+                GenerationFailedError: self._on_generation_failed,
+                BodyTooLargeError: self._on_body_too_large,
+                ShuttingDownError: self._on_shutting_down,
+                ClientDisconnect: self._on_client_disconnect,
+                HTTPException: self._on_http_exception,
+                Exception: self._on_bug,
+            },
+        )
+
+    def _with_body(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            if self.is_shutting_down:
+                raise ShuttingDownError
+            return await handler(request, await self._read_body(request))
+
+        return endpoint
+
+    async def _read_body(self, request: Request) -> bytes:
+        content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if content_type != "application/json" and not content_type.endswith("+json"):
+            raise HTTPException(415, f"content-type: got {content_type!r}; allowed: application/json")
+        limit = self._options.max_body_bytes
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > limit:
+            raise BodyTooLargeError
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise BodyTooLargeError
+        return bytes(body)
+
+    def _error(
+        self, kind: str, status: int, message: str, *, error_type: str, param: str | None = None, retry_after_s: float = 0.0
+    ) -> Response:
+        self._metrics.request_errors.labels(kind).inc()
+        response = json_response(ErrorResponse(ErrorBody(message, error_type, param, status)), status)
+        if retry_after_s:
+            response.headers["retry-after"] = str(max(1, round(retry_after_s)))
+        return response
+
+    async def _on_invalid_input(self, _request: Request, error: Exception) -> Response:
+        assert isinstance(error, InvalidInputError)
+        return self._error("invalid_request", 400, str(error), error_type="invalid_request_error", param=error.field)
+
+    async def _on_unknown_model(self, _request: Request, error: Exception) -> Response:
+        return self._error("unknown_model", 404, str(error), error_type="not_found_error", param="model")
+
+    async def _on_overloaded(self, _request: Request, error: Exception) -> Response:
+        assert isinstance(error, OverloadedError)
+        return self._error("overloaded", 429, str(error), error_type="overloaded_error", retry_after_s=error.retry_after_s)
+
+    async def _on_generation_failed(self, _request: Request, error: Exception) -> Response:
+        assert isinstance(error, GenerationFailedError)  # counted where the flow failed
+        response = json_response(ErrorResponse(ErrorBody(str(error), error.kind, None, error.http_status)), error.http_status)
+        if error.retry_after_s:
+            response.headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        return response
+
+    async def _on_body_too_large(self, _request: Request, _error: Exception) -> Response:
+        message = f"body: larger than {self._options.max_body_bytes} bytes (router.max_body_bytes)"
+        response = self._error("body_too_large", 413, message, error_type="invalid_request_error", param="body")
+        response.headers["connection"] = "close"  # the rest of the body is not read
+        return response
+
+    async def _on_shutting_down(self, _request: Request, _error: Exception) -> Response:
+        self._metrics.admission_rejections.labels("shutting_down").inc()
+        message = "the router is shutting down"
+        return self._error("shutdown", 503, message, error_type="unavailable_error", retry_after_s=SHUTDOWN_RETRY_AFTER_S)
+
+    async def _on_client_disconnect(self, _request: Request, _error: Exception) -> Response:
+        return Response(status_code=HTTP_CLIENT_CLOSED)
+
+    async def _on_http_exception(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        messages = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not allowed at {request.url.path}"}
+        message = messages.get(error.status_code, error.detail)
+        response = self._error("http", error.status_code, message, error_type="invalid_request_error")
+        response.headers.update(error.headers or {})
+        return response
+
+    async def _on_bug(self, _request: Request, error: Exception) -> Response:
+        return self._error("internal", 500, f"internal error of the router: {type(error).__name__}", error_type="internal_error")
+
+    def _model_card(self) -> dict[str, object]:
+        return {
+            "id": self._model.names[0],
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvrelay",
+            "root": self._model.names[0],
+            "parent": None,
+            "max_model_len": self.limits().max_model_len,
+        }
+
+
+def _node_body(node: NodeState, now_s: float) -> dict[str, object]:
+    return {
+        "node_id": node.node_id,
+        "role": node.role,
+        "status": node.status.value,
+        "is_draining": node.status is NodeStatus.DRAINING,
+        "down_reason": node.down_reason,
+        "uptime_s": round(now_s - node.registered_s, 3),
+        "heartbeat_age_s": round(now_s - node.last_heartbeat_s, 3),
+        "num_in_flight": len(node.in_flight) if node.is_connected else 0,
+        **{name: getattr(node.load, name) for name in node.load.__struct_fields__},
+        "max_num_seqs": node.max_num_seqs,
+        "num_blocks": node.num_blocks,
+        "connector": node.connector,
+        "model_name": node.model.model_name,
+        "dtype": node.model.dtype,
+        "generation": str(node.generation),
+        "metrics_address": node.metrics_address,
+    }
+
+
+def _with_request_id(app: ASGIApp) -> ASGIApp:
+    """Honour X-Request-Id, or make one, and send it back with every answer."""
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if REQUEST_ID_PATTERN.fullmatch(given) else secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        await app(scope, receive, send_with_id)
+
+    return wrapped

@@ -1,0 +1,317 @@
+"""The two generation endpoints: a request's flows are submitted together, and their deliveries become one answer or one stream.
+
+Checks are in request_validation.py, bodies in answers.py. Everything runs on the event loop, except that long texts
+are tokenized in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from core.errors import InvalidInputError, RequestFailedError
+from router.answers import AnswerFormat, ChatAnswers, ChoiceDelta, CompletionAnswers, RunningChoice, sum_usage
+from router.chat_template import ChatTemplate
+from router.openai_protocol import (
+    UNSET,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    ErrorBody,
+    ErrorResponse,
+    UnsetType,
+    Usage,
+    decode_body,
+)
+from router.request_flow import Deliver, Fail, RequestSpec
+from router.request_validation import (
+    GenerationPlan,
+    ModelLimits,
+    check_messages,
+    check_model_name,
+    check_prompt_token_ids,
+    plan_chat,
+    plan_completion,
+    split_prompts,
+    template_messages,
+)
+from router.router_core import RouterCore
+from router.tokenizer import Tokenizer
+
+LONG_TEXT_CHARS = 4096  # from here on tokenizing takes longer than a thread's hand-over
+HTTP_CLIENT_CLOSED = 499  # seen by nobody: the client is gone
+
+
+class GenerationFailedError(RequestFailedError):
+    """A flow ended in Fail; carries what the HTTP answer needs."""
+
+    def __init__(self, request_id: str, fail: Fail) -> None:
+        super().__init__(request_id, fail.kind, fail.message)
+        self.http_status = fail.http_status
+        self.retry_after_s = fail.retry_after_s
+
+
+class ClientGoneError(RequestFailedError):
+    """The client closed its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt. text None: the client sent token ids."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+class Generation:
+    """All flows of one HTTP request. Deliveries wait in one queue, bounded by choices x max_tokens."""
+
+    def __init__(
+        self, core: RouterCore, tokenizer: Tokenizer, limits: ModelLimits, plan: GenerationPlan, prompts: Sequence[Prompt]
+    ) -> None:
+        """Raises InvalidInputError when the prompts do not fit, OverloadedError when there is no room; nothing runs yet."""
+        self.plan = plan
+        self.choices: list[RunningChoice] = []
+        self._core = core
+        self._queue: asyncio.Queue[tuple[RunningChoice, Deliver | Fail] | None] = asyncio.Queue()
+        self._specs: list[RequestSpec] = []
+        num_choices = len(prompts) * plan.num_choices
+        if num_choices > limits.max_choices:
+            raise InvalidInputError("n", f"{len(prompts)} prompts x {plan.num_choices}", f"at most {limits.max_choices} choices")
+        for prompt in prompts:
+            check_prompt_token_ids(prompt.token_ids, limits.vocab_size)
+            for place in range(plan.num_choices):
+                sampling = plan.sampling_for(len(prompt.token_ids), place, limits)
+                request_id = core.new_request_id()
+                self._specs.append(
+                    RequestSpec(
+                        request_id=request_id,
+                        prompt_token_ids=prompt.token_ids,
+                        sampling=sampling,
+                        priority=plan.priority,
+                        cache_salt=plan.cache_salt,
+                    )
+                )
+                self.choices.append(
+                    RunningChoice(len(self.choices), request_id, prompt.token_ids, prompt.text, sampling, plan, tokenizer)
+                )
+        core.check_room(num_choices)
+
+    def submit(self) -> None:
+        """Start all flows."""
+        for spec, choice in zip(self._specs, self.choices, strict=True):
+            self._core.submit(spec, self._sink(choice))
+
+    def client_is_gone(self) -> None:
+        """Make `deltas` raise ClientGoneError once it has handed out what is there."""
+        self._queue.put_nowait(None)
+
+    def cancel(self) -> None:
+        """End what has not ended. Safe to repeat."""
+        for choice in self.choices:
+            self._core.cancel(choice.request_id, "abort")
+
+    async def deltas(self) -> AsyncIterator[tuple[RunningChoice, ChoiceDelta]]:
+        """What the choices grow by, until all are finished. Raises GenerationFailedError or ClientGoneError."""
+        num_unfinished = len(self.choices)
+        while num_unfinished:
+            item = await self._queue.get()
+            if item is None:
+                raise ClientGoneError(self._specs[0].request_id, "client_gone", "the client closed its connection")
+            choice, event = item
+            if choice.is_finished:
+                continue  # tokens that were under way when a stop string was found
+            if isinstance(event, Fail):
+                raise GenerationFailedError(choice.request_id, event)
+            delta = choice.take(event)
+            if delta.finish_reason is not None:
+                num_unfinished -= 1
+                self._core.cancel(choice.request_id, delta.finish_reason)  # it still runs when a stop string ended it
+            yield choice, delta
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return sum_usage(self.choices, self.plan.num_choices)
+
+    def _sink(self, choice: RunningChoice) -> Callable[[Deliver | Fail], None]:
+        return lambda event: self._queue.put_nowait((choice, event))
+
+
+class GenerationEndpoints:
+    """Handlers of /v1/completions and /v1/chat/completions."""
+
+    def __init__(
+        self, core: RouterCore, tokenizer: Tokenizer, chat_template: ChatTemplate | None, limits: Callable[[], ModelLimits]
+    ) -> None:
+        """limits: asked anew for every request, since the nodes decide them."""
+        self._core = core
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._limits = limits
+
+    async def completions(self, request: Request, body: bytes) -> Response:
+        """POST /v1/completions."""
+        self._core.check_room(1)
+        parsed = decode_body(body, CompletionRequest)
+        limits = self._limits()
+        check_model_name(parsed.model, limits)
+        plan = plan_completion(parsed, limits)
+        parts = split_prompts(parsed.prompt)
+        if len(parts) * plan.num_choices > limits.max_choices:
+            raise InvalidInputError(
+                "prompt", f"{len(parts)} prompts x n {plan.num_choices}", f"at most {limits.max_choices} choices"
+            )
+        prompts = [await self._prompt(part, parsed.add_special_tokens is not False) for part in parts]
+        answers = CompletionAnswers(
+            f"cmpl-{request.state.request_id}", int(time.time()), limits.served_names[0], plan, self._tokenizer
+        )
+        return await self._answer(request, Generation(self._core, self._tokenizer, limits, plan, prompts), answers)
+
+    async def chat_completions(self, request: Request, body: bytes) -> Response:
+        """POST /v1/chat/completions."""
+        self._core.check_room(1)
+        parsed = decode_body(body, ChatRequest)
+        limits = self._limits()
+        check_model_name(parsed.model, limits)
+        plan = plan_chat(parsed, limits)
+        token_ids = await self.chat_token_ids(
+            parsed.messages,
+            add_generation_prompt=parsed.add_generation_prompt is not False,
+            add_special_tokens=bool(parsed.add_special_tokens),
+            extra=parsed.chat_template_kwargs,
+        )
+        answers = ChatAnswers(
+            f"chatcmpl-{request.state.request_id}", int(time.time()), limits.served_names[0], plan, self._tokenizer
+        )
+        generation = Generation(self._core, self._tokenizer, limits, plan, [Prompt(token_ids, None)])
+        return await self._answer(request, generation, answers)
+
+    async def chat_token_ids(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        add_special_tokens: bool,
+        extra: dict[str, object] | None,
+    ) -> list[int]:
+        """Messages through the template to token ids. The template writes special tokens itself. Raises InvalidInputError."""
+        check_messages(messages)
+        if self._chat_template is None:
+            raise InvalidInputError("messages", "a chat", "prompts at /v1/completions: this model has no chat template")
+        text = self._chat_template.render(template_messages(messages), add_generation_prompt=add_generation_prompt, extra=extra)
+        return await self.encode(text, add_special_tokens)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids; other requests go on while a long text is tokenized."""
+        if len(text) < LONG_TEXT_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def _prompt(self, part: str | list[int], add_special_tokens: bool) -> Prompt:
+        if isinstance(part, list):
+            return Prompt(part, None)
+        return Prompt(await self.encode(part, add_special_tokens), part)
+
+    async def _answer(self, request: Request, generation: Generation, answers: AnswerFormat) -> Response:
+        watcher = asyncio.create_task(_watch_client(request, generation))
+        is_handed_over = False
+        try:
+            generation.submit()
+            deltas = generation.deltas()
+            if not generation.plan.is_stream:
+                async for _ in deltas:
+                    pass
+                return json_response(answers.whole(generation.choices, generation.usage()))
+            # The status line waits for the first delivery, so that a request which fails before it gets a real error status.
+            first = await anext(deltas)
+            is_handed_over = True
+            return EventStreamResponse(_stream(generation, deltas, first, answers), generation, watcher)
+        except ClientGoneError:
+            return Response(status_code=HTTP_CLIENT_CLOSED)
+        finally:
+            if not is_handed_over:
+                generation.cancel()
+                watcher.cancel()
+
+
+class EventStreamResponse(Response):
+    """Server-sent events. However it ends, the flows are cancelled: nothing is generated for a client that left."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], generation: Generation, watcher: asyncio.Task[None]) -> None:
+        super().__init__(background=None)
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"  # a proxy that buffers would turn a stream into one late answer
+        self.background: BackgroundTask | None = None
+        self._events = events
+        self._generation = generation
+        self._watcher = watcher
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until they end or the client is gone."""
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._generation.cancel()
+            self._watcher.cancel()
+
+
+async def _stream(
+    generation: Generation,
+    deltas: AsyncIterator[tuple[RunningChoice, ChoiceDelta]],
+    first: tuple[RunningChoice, ChoiceDelta],
+    answers: AnswerFormat,
+) -> AsyncIterator[bytes]:
+    plan = generation.plan
+    try:
+        async for choice, delta in _chain(first, deltas):
+            if delta.is_empty and not delta.is_first and not (plan.return_token_ids and delta.token_ids):
+                continue
+            usage: Usage | UnsetType | None = None if plan.include_usage else UNSET
+            yield _event(answers.chunk(choice, delta, generation.usage() if plan.has_continuous_usage else usage))
+        if plan.include_usage:
+            yield _event(answers.usage_chunk(generation.usage()))
+        yield b"data: [DONE]\n\n"
+    except ClientGoneError:
+        return
+    except GenerationFailedError as error:
+        yield _event(ErrorResponse(ErrorBody(str(error), error.kind, None, error.http_status)))
+
+
+async def _chain(
+    first: tuple[RunningChoice, ChoiceDelta], rest: AsyncIterator[tuple[RunningChoice, ChoiceDelta]]
+) -> AsyncIterator[tuple[RunningChoice, ChoiceDelta]]:
+    yield first
+    async for item in rest:
+        yield item
+
+
+def _event(body: msgspec.Struct) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+async def _watch_client(request: Request, generation: Generation) -> None:
+    """The body has been read, so that the next message of the server is the disconnect."""
+    with contextlib.suppress(RuntimeError):
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+    generation.client_is_gone()
+
+
+def json_response(body: msgspec.Struct | dict[str, object], status_code: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(msgspec.json.encode(body), status_code, media_type="application/json")

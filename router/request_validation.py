@@ -1,0 +1,285 @@
+"""From a client's request to what the engine needs: sampling parameters, prompts and limits, each checked once, here.
+
+Every refusal is an InvalidInputError that names field, value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from core.errors import InvalidInputError, KVRelayError
+from core.sampling_params import SamplingParams
+from router.openai_protocol import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
+
+DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI API's; chat goes on to the end of the context
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_CACHE_SALT_CHARS = 256
+PRIORITY_RANGE = (-(2**31), 2**31 - 1)
+NOT_SERVED = ("suffix", "use_beam_search", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+CHAT_NOT_SERVED = ("continue_final_message", "chat_template", "functions", "audio", "echo")
+
+
+class UnknownModelError(KVRelayError):
+    """The request names a model that is not served here."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What requests are checked against. max_model_len: prompt and output together, in tokens."""
+
+    served_names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    max_choices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationPlan:
+    """A checked request: which sequences to run and how to answer. sampling has no seed and no max_tokens of its own yet.
+
+    max_tokens None: the rest of the context. echo_only: an echo with max_tokens 0, which samples a token and drops it.
+    """
+
+    sampling: SamplingParams
+    max_tokens: int | None
+    is_default_max_tokens: bool
+    num_choices: int
+    seed: int
+    priority: int
+    cache_salt: str
+    is_stream: bool
+    include_usage: bool
+    has_continuous_usage: bool
+    echo: bool
+    echo_only: bool
+    include_stop: bool
+    skip_special_tokens: bool
+    return_token_ids: bool
+    return_prompt_logprobs: bool
+
+    def sampling_for(self, num_prompt_tokens: int, choice: int, limits: ModelLimits) -> SamplingParams:
+        """Parameters of one choice of a prompt. Raises InvalidInputError when prompt and output exceed the context."""
+        room = limits.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise InvalidInputError(
+                "prompt", f"{num_prompt_tokens} tokens", f"fewer than the model's {limits.max_model_len} tokens of context"
+            )
+        max_tokens = room if self.max_tokens is None else self.max_tokens
+        if self.is_default_max_tokens:
+            max_tokens = min(max_tokens, room)
+        if max_tokens > room:
+            raise InvalidInputError(
+                "max_tokens",
+                max_tokens,
+                f"at most {room}: the context is {limits.max_model_len} tokens and the prompt has {num_prompt_tokens}",
+            )
+        sampling = replace(self.sampling, max_tokens=max_tokens, seed=_wrap_seed(self.seed + choice))
+        sampling.validate(limits.vocab_size)
+        return sampling
+
+
+def check_model_name(model: str | None, limits: ModelLimits) -> None:
+    """Raise UnknownModelError; no name means the served model."""
+    if model is not None and model not in limits.served_names:
+        raise UnknownModelError(f"The model `{model}` does not exist; served here: {limits.served_names[0]}")
+
+
+def plan_completion(request: CompletionRequest, limits: ModelLimits) -> GenerationPlan:
+    """Check everything of a completion that does not need its prompts."""
+    echo = bool(request.echo)
+    prompt_logprobs = request.prompt_logprobs
+    if echo and request.logprobs is not None:
+        prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
+    return _plan(request, limits, request.logprobs, prompt_logprobs, DEFAULT_COMPLETION_TOKENS)
+
+
+def plan_chat(request: ChatRequest, limits: ModelLimits) -> GenerationPlan:
+    """Check everything of a chat completion that does not need its prompt."""
+    _refuse_given(request, CHAT_NOT_SERVED)
+    if request.tools and request.tool_choice != "none":
+        raise InvalidInputError(
+            "tools", f"{len(request.tools)} tools", 'none, or tool_choice "none": tools are not supported yet'
+        )
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidInputError("top_logprobs", request.top_logprobs, "with logprobs true only")
+    check_messages(request.messages)
+    return _plan(request, limits, (request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs, None)
+
+
+def check_messages(messages: Sequence[ChatMessage]) -> None:
+    """Raise InvalidInputError for what no chat template can be given."""
+    if not messages:
+        raise InvalidInputError("messages", [], "at least one message")
+    for place, message in enumerate(messages):
+        if message.role not in ROLES:
+            raise InvalidInputError(f"messages[{place}].role", message.role, f"one of {', '.join(ROLES)}")
+        if message.content is None and not message.tool_calls:
+            raise InvalidInputError(f"messages[{place}].content", None, "a text or a list of text parts")
+        for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if part.type != "text" or part.text is None:
+                raise InvalidInputError(f"messages[{place}].content[{number}].type", part.type, "text, with its text")
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as templates want them: content is one string, text parts joined by line breaks."""
+    plain = []
+    for message in messages:
+        content = message.content
+        if isinstance(content, list):
+            content = "\n".join(part.text or "" for part in content)
+        entry: dict[str, Any] = {"role": message.role, "content": content or ""}
+        for name in ("name", "tool_call_id", "tool_calls", "reasoning_content"):
+            if (value := getattr(message, name)) is not None:
+                entry[name] = value
+        plain.append(entry)
+    return plain
+
+
+def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The four forms of a prompt as a list of texts or token lists. Raises InvalidInputError for a mixture or an empty list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and all(isinstance(part, int) for part in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if prompt and (all(isinstance(part, str) for part in prompt) or all(isinstance(part, list) for part in prompt)):
+        return list(prompt)  # type: ignore[arg-type]
+    raise InvalidInputError(
+        "prompt", prompt, "a text, a list of texts, a list of token ids, or a list of those; none of them empty"
+    )
+
+
+def check_prompt_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidInputError when there is no token or one that the model does not have."""
+    if not token_ids:
+        raise InvalidInputError("prompt", "", "at least one token")
+    for wrong in (min(token_ids), max(token_ids)):
+        if not 0 <= wrong < vocab_size:
+            raise InvalidInputError("prompt", wrong, f"token ids from 0 to {vocab_size - 1}")
+
+
+# -- inside ------------------------------------------------------------------------------------------------------------
+def _plan(
+    request: GenerationRequest,
+    limits: ModelLimits,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    default_max_tokens: int | None,
+) -> GenerationPlan:
+    _refuse_given(request, NOT_SERVED)
+    if request.response_format is not None and request.response_format.type != "text":
+        raise InvalidInputError("response_format.type", request.response_format.type, "text: others are not supported yet")
+    is_stream, options = bool(request.stream), request.stream_options
+    if options is not None and not is_stream:
+        raise InvalidInputError("stream_options", "given", "with stream true only")
+    if request.prompt_logprobs is not None and is_stream:
+        raise InvalidInputError("prompt_logprobs", request.prompt_logprobs, "without stream only")
+    max_tokens, is_default = _max_tokens(request, default_max_tokens)
+    echo_only = bool(request.echo) and max_tokens == 0
+    if echo_only:
+        max_tokens = 1
+    sampling = _sampling(request, logprobs, prompt_logprobs)
+    # Out-of-range values are refused before a long prompt is tokenized; max_tokens is judged again with the prompt.
+    replace(sampling, max_tokens=max_tokens if max_tokens is not None else limits.max_model_len).validate(limits.vocab_size)
+    return GenerationPlan(
+        sampling=sampling,
+        max_tokens=max_tokens,
+        is_default_max_tokens=is_default,
+        num_choices=_num_choices(request, limits),
+        seed=request.seed if request.seed is not None else secrets.randbits(62),
+        priority=_priority(request),
+        cache_salt=_cache_salt(request),
+        is_stream=is_stream,
+        include_usage=bool(options and options.include_usage),
+        has_continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        echo=bool(request.echo),
+        echo_only=echo_only,
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        return_token_ids=bool(request.return_token_ids),
+        return_prompt_logprobs=request.prompt_logprobs is not None,
+    )
+
+
+def _sampling(request: GenerationRequest, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+    given = {
+        name: value
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "min_tokens",
+            "ignore_eos",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        )
+        if (value := getattr(request, name)) is not None
+    }
+    stop = request.stop if request.stop is not None else ()
+    return SamplingParams(
+        **given,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        logit_bias=_logit_bias(request.logit_bias or {}),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _max_tokens(request: GenerationRequest, default: int | None) -> tuple[int | None, bool]:
+    given = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    if given is None:
+        return default, True
+    lowest = 0 if request.echo else 1
+    if given < lowest:
+        name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
+        raise InvalidInputError(name, given, f"{lowest} or more")
+    return given, False
+
+
+def _num_choices(request: GenerationRequest, limits: ModelLimits) -> int:
+    num_choices = 1 if request.n is None else request.n
+    if not 1 <= num_choices <= limits.max_choices:
+        raise InvalidInputError("n", num_choices, f"1 to {limits.max_choices}")
+    if request.best_of is not None and request.best_of != num_choices:
+        raise InvalidInputError("best_of", request.best_of, f"absent or equal to n ({num_choices})")
+    return num_choices
+
+
+def _priority(request: GenerationRequest) -> int:
+    priority = request.priority or 0
+    if not PRIORITY_RANGE[0] <= priority <= PRIORITY_RANGE[1]:
+        raise InvalidInputError("priority", priority, f"{PRIORITY_RANGE[0]} to {PRIORITY_RANGE[1]}")
+    return priority
+
+
+def _cache_salt(request: GenerationRequest) -> str:
+    if request.cache_salt is not None and not 1 <= len(request.cache_salt) <= MAX_CACHE_SALT_CHARS:
+        raise InvalidInputError("cache_salt", request.cache_salt, f"1 to {MAX_CACHE_SALT_CHARS} characters")
+    return request.cache_salt or ""
+
+
+def _logit_bias(by_key: dict[str, float]) -> dict[int, float]:
+    biases = {}
+    for key, bias in by_key.items():
+        try:
+            biases[int(key)] = bias
+        except ValueError:
+            raise InvalidInputError("logit_bias", key, "token ids as keys") from None
+    return biases
+
+
+def _refuse_given(request: GenerationRequest, names: Sequence[str]) -> None:
+    for name in names:
+        if value := getattr(request, name):
+            raise InvalidInputError(name, value, "absent: it is not supported")
+
+
+def _wrap_seed(seed: int) -> int:
+    """Into 64 bits, so that seed + choice stays in range next to the largest seed."""
+    return (seed + 2**63) % 2**64 - 2**63

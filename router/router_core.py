@@ -1,0 +1,335 @@
+"""Registry, placement and request flows wired together: messages and time in, messages and deliveries out, no sockets.
+
+The dispatcher is its asyncio shell; a simulation drives it with a virtual clock and a fake network.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from core.clock import Clock
+from core.config import RouterOptions
+from core.errors import OverloadedError
+from core.wire.messages import (
+    Abort,
+    AuditReply,
+    AuditRequest,
+    Heartbeat,
+    NodeMessage,
+    Ping,
+    Register,
+    RegisterAgain,
+    RegisterReply,
+    RouterMessage,
+    Updates,
+)
+from router.metrics import RouterMetrics
+from router.policy import Placer
+from router.registry import HeartbeatOutcome, NodeRegistry, NodeState
+from router.request_flow import Action, Count, Deliver, Dispatch, Fail, Release, RequestFlow, RequestSpec
+
+logger = logging.getLogger("kvrelay.router")
+
+OVERLOADED_RETRY_AFTER_S = 1.0
+
+# Takes a flow's deliveries in order; Fail or a Deliver with a finish_reason is the last. Must not raise and not call back.
+Sink = Callable[[Deliver | Fail], None]
+# (identity, message) -> False when the peer is gone
+Send = Callable[[bytes, RouterMessage], bool]
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A flow, where its deliveries go, and the times that its metrics need."""
+
+    flow: RequestFlow
+    sink: Sink
+    first_dispatch_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    is_handing_off: bool = False
+
+
+@dataclass(slots=True)
+class AuditRound:
+    """One collection of AuditReply messages; complete when `missing` is empty."""
+
+    audit_id: int
+    missing: set[str]
+    replies: dict[str, AuditReply]
+
+
+class RouterCore:
+    """Everything the router decides. Used from one thread; every public method finishes without waiting."""
+
+    def __init__(self, options: RouterOptions, clock: Clock, send: Send, metrics: RouterMetrics, id_prefix: str) -> None:
+        """id_prefix: differs for every start of a router, so that nodes never see an id twice. Raises ConfigError."""
+        self.registry = NodeRegistry(options.heartbeat_timeout_s, options.step_stall_timeout_s)
+        self.audits: dict[int, AuditRound] = {}
+        self._options = options
+        self._clock = clock
+        self._send_to = send
+        self._metrics = metrics
+        self._placer = Placer(options, self.registry)
+        self._tracked: dict[str, _Tracked] = {}
+        self._ids = (f"{id_prefix}-{count}" for count in itertools.count())
+        self._audit_ids = itertools.count(1)
+        self._lost: list[tuple[str, str]] = []  # (node_id, reason) to mark down once the current input is handled
+        self._is_handling_lost = False
+        metrics.watch_nodes(self.registry, clock)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+    @property
+    def num_in_flight(self) -> int:
+        """Flows that have not ended."""
+        return len(self._tracked)
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When on_time has something to do for a request at the latest; None when there is none."""
+        return min((tracked.flow.next_deadline_s for tracked in self._tracked.values()), default=None)
+
+    def check_room(self, num_requests: int) -> None:
+        """Raises OverloadedError when that many more requests would exceed max_num_requests."""
+        if len(self._tracked) + num_requests > self._options.max_num_requests:
+            self._metrics.admission_rejections.labels("too_many_requests").inc()
+            limit = self._options.max_num_requests
+            raise OverloadedError(f"{len(self._tracked)} requests are in flight of at most {limit}", OVERLOADED_RETRY_AFTER_S)
+
+    def new_request_id(self) -> str:
+        """An id that no other request of this router has."""
+        return next(self._ids)
+
+    def submit(self, spec: RequestSpec, sink: Sink) -> None:
+        """Start a request. Its events go to `sink`, maybe before this returns."""
+        now_s = self._clock.now_s()
+        tracked = _Tracked(RequestFlow(spec, self._options, self._placer, now_s), sink)
+        assert spec.request_id not in self._tracked, f"request id {spec.request_id} is in use"
+        self._tracked[spec.request_id] = tracked
+        self._metrics.prompt_tokens.observe(len(spec.prompt_token_ids))
+        self._guarded(tracked, lambda flow: flow.start(now_s))
+        self._metrics.routing_decision.observe(self._clock.now_s() - now_s)
+        self._handle_lost()
+
+    def cancel(self, request_id: str, finished_reason: str) -> None:
+        """End a request that nobody waits for any more; unknown ids are ignored. finished_reason is for the metrics."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return
+        self._run(tracked, tracked.flow.cancel())
+        self._observe_end(tracked)
+        self._metrics.request_success.labels(finished_reason).inc()
+        self._handle_lost()
+
+    def fail_all(self, kind: str, message: str, http_status: int) -> None:
+        """End every request with an error."""
+        for tracked in list(self._tracked.values()):
+            self._run(tracked, tracked.flow.fail(kind, message, http_status))
+        self._handle_lost()
+
+    # -- nodes ---------------------------------------------------------------------------------------------------------
+    def handle_message(self, identity: bytes, message: NodeMessage) -> None:
+        """Take one message from a node."""
+        now_s = self._clock.now_s()
+        if isinstance(message, Updates):
+            node = self.registry.node_of(identity)
+            if node is None:
+                self._send_to(identity, RegisterAgain())
+            else:
+                self._handle_updates(node, message, now_s)
+        elif isinstance(message, Heartbeat):
+            self._handle_heartbeat(identity, message, now_s)
+        elif isinstance(message, Register):
+            self._handle_register(identity, message, now_s)
+        else:
+            round_ = self.audits.get(message.audit_id)
+            if round_ is not None and message.node_id in round_.missing:
+                round_.missing.discard(message.node_id)
+                round_.replies[message.node_id] = message
+        self._handle_lost()
+
+    def on_time(self) -> None:
+        """Act on deadlines of requests and on missing heartbeats."""
+        now_s = self._clock.now_s()
+        for node_id in self.registry.expired_node_ids(now_s):
+            self._lost.append((node_id, f"sent no heartbeat for {self._options.heartbeat_timeout_s:g} s"))
+        self.registry.forget_long_down(now_s)
+        for tracked in list(self._tracked.values()):
+            if now_s >= tracked.flow.next_deadline_s:
+                self._guarded(tracked, lambda flow: flow.on_time(now_s))
+        self._handle_lost()
+
+    def ping_all(self) -> None:
+        """Find out which nodes are gone by sending to each."""
+        for node in self.registry.connected():
+            self._send(node, Ping())
+        self._handle_lost()
+
+    def start_audit(self) -> AuditRound:
+        """Ask all connected nodes; replies are gathered in the round until the caller removes it from `audits`."""
+        nodes = self.registry.connected()
+        round_ = AuditRound(next(self._audit_ids), {node.node_id for node in nodes}, {})
+        self.audits[round_.audit_id] = round_
+        for node in nodes:
+            self._send(node, AuditRequest(round_.audit_id))
+        self._handle_lost()
+        return round_
+
+    # -- inside: messages ----------------------------------------------------------------------------------------------
+    def _handle_register(self, identity: bytes, message: Register, now_s: float) -> None:
+        outcome = self.registry.register(message, identity, now_s)
+        interval_s = self._options.heartbeat_interval_s
+        self._send_to(identity, RegisterReply(outcome.refusal, interval_s))
+        if outcome.refusal:
+            logger.warning("refused node %s: %s", message.node_id, outcome.refusal)
+            return
+        logger.info("node %s registered as %s (generation %d)", message.node_id, message.role, message.generation)
+        self._fail_over(message.node_id, outcome.lost_request_ids, "registered again without its requests", now_s)
+        self._node_became_available(now_s)
+
+    def _handle_heartbeat(self, identity: bytes, message: Heartbeat, now_s: float) -> None:
+        outcome = self.registry.heartbeat(message, identity, now_s)
+        if outcome is HeartbeatOutcome.UNKNOWN:
+            self._send_to(identity, RegisterAgain())
+        elif outcome is HeartbeatOutcome.SUPERSEDED:
+            # The two processes may share a socket identity; then an answer would reach the newer one.
+            if self.registry.node_of(identity) is None:
+                self._send_to(identity, RegisterReply(f"node_id: {message.node_id} was taken over by a newer process"))
+        elif outcome is HeartbeatOutcome.STALLED:
+            logger.warning("node %s is stalled: its last step ended %.1f s ago", message.node_id, message.load.step_age_s)
+            in_flight = tuple(self.registry.nodes[message.node_id].in_flight)
+            self._fail_over(message.node_id, in_flight, f"made no step for {message.load.step_age_s:.1f} s", now_s)
+        elif outcome is HeartbeatOutcome.RECOVERED:
+            logger.info("node %s works again", message.node_id)
+            self._node_became_available(now_s)
+
+    def _handle_updates(self, node: NodeState, message: Updates, now_s: float) -> None:
+        for update in message.updates:
+            tracked = self._tracked.get(update.request_id.rpartition(".")[0])
+            if tracked is not None:
+                self._guarded(tracked, lambda flow, update=update: flow.on_update(node.node_id, update, now_s))  # type: ignore[misc]
+
+    def _node_became_available(self, now_s: float) -> None:
+        for tracked in list(self._tracked.values()):
+            if tracked.flow.attempt is None:
+                self._guarded(tracked, lambda flow: flow.on_node_available(now_s))
+
+    def _fail_over(self, node_id: str, wire_ids: Sequence[str], reason: str, now_s: float) -> None:
+        for wire_id in wire_ids:
+            tracked = self._tracked.get(wire_id.rpartition(".")[0])
+            if tracked is not None:
+                self._guarded(tracked, lambda flow: flow.on_node_lost(node_id, reason, now_s))
+
+    def _handle_lost(self) -> None:
+        """Mark nodes down that were found gone. At the end of every input: failing over sends, which may find more."""
+        if self._is_handling_lost:
+            return
+        self._is_handling_lost = True
+        try:
+            while self._lost:
+                node_id, reason = self._lost.pop(0)
+                if node_id in self.registry.nodes and self.registry.nodes[node_id].is_connected:
+                    logger.warning("node %s is down: %s", node_id, reason)
+                    wire_ids = self.registry.mark_down(node_id, reason)
+                    for round_ in self.audits.values():
+                        round_.missing.discard(node_id)
+                    self._fail_over(node_id, wire_ids, reason, self._clock.now_s())
+        finally:
+            self._is_handling_lost = False
+
+    # -- inside: actions -----------------------------------------------------------------------------------------------
+    def _guarded(self, tracked: _Tracked, step: Callable[[RequestFlow], list[Action]]) -> None:
+        """Run one input of one flow. The router's one broad except: a bug ends the request that met it, not the others."""
+        try:
+            self._run(tracked, step(tracked.flow))
+        except Exception as error:
+            request_id = tracked.flow.spec.request_id
+            logger.exception("request %s failed in the router", request_id)
+            self._tracked.pop(request_id, None)
+            if (attempt := tracked.flow.attempt) is not None:
+                self.registry.end_dispatch(attempt.node_id, attempt.wire_id)
+            self._metrics.request_errors.labels("internal").inc()
+            tracked.sink(Fail("internal", f"internal error of the router: {type(error).__name__}", 500))
+
+    def _run(self, tracked: _Tracked, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Dispatch():
+                    self._dispatch(tracked, action)
+                case Release():
+                    self.registry.end_dispatch(action.node_id, action.wire_id)
+                    node = self.registry.nodes.get(action.node_id)
+                    if action.must_abort and node is not None and node.is_connected:
+                        self._send(node, Abort((action.wire_id,)))
+                case Deliver():
+                    self._observe_delivery(tracked, action)
+                    tracked.sink(action)
+                case Fail():
+                    self._metrics.request_errors.labels(action.kind).inc()
+                    self._observe_end(tracked)
+                    tracked.sink(action)
+                case Count():
+                    self._count(action)
+        if tracked.flow.is_done:
+            self._tracked.pop(tracked.flow.spec.request_id, None)
+
+    def _dispatch(self, tracked: _Tracked, action: Dispatch) -> None:
+        message = action.message
+        num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
+        self.registry.start_dispatch(action.node_id, message.request_id, num_tokens)
+        self._metrics.routed_requests.labels(self._options.policy, action.node_id, action.reason).inc()
+        now_s = self._clock.now_s()
+        if tracked.first_dispatch_s is None:
+            tracked.first_dispatch_s = now_s
+            self._metrics.queue_time.observe(now_s - tracked.flow.arrival_s)
+        tracked.is_handing_off = action.reason == "handoff"
+        self._send(self.registry.nodes[action.node_id], message)
+
+    def _send(self, node: NodeState, message: RouterMessage) -> None:
+        if not self._send_to(node.identity, message):
+            self._lost.append((node.node_id, "connection closed"))
+
+    def _count(self, action: Count) -> None:
+        match action.what:
+            case "local_prefill":
+                self._metrics.local_prefill.labels(action.reason).inc()
+            case "retry":
+                self._metrics.retries.labels(action.reason).inc()
+            case "migration":
+                self._metrics.migrations.labels(action.reason, action.outcome).inc()
+            case _:
+                raise AssertionError(f"no metric for {action.what}")
+
+    def _observe_delivery(self, tracked: _Tracked, delivery: Deliver) -> None:
+        now_s = self._clock.now_s()
+        num_tokens = len(delivery.token_ids)
+        if num_tokens and tracked.first_token_s is None:
+            tracked.first_token_s = now_s
+            self._metrics.time_to_first_token.observe(now_s - tracked.flow.arrival_s)
+            self._metrics.prefill_time.observe(now_s - (tracked.first_dispatch_s or now_s))
+            self._metrics.prompt_cached_tokens.inc(delivery.num_cached_tokens)
+        elif num_tokens and tracked.last_token_s is not None:
+            since_s = now_s - tracked.last_token_s
+            if tracked.is_handing_off:
+                self._metrics.handoff_time.observe(since_s)
+                tracked.is_handing_off = False
+            for _ in range(num_tokens):
+                self._metrics.inter_token_latency.observe(since_s / num_tokens)
+        if num_tokens:
+            tracked.last_token_s = now_s
+        if delivery.finish_reason:
+            self._metrics.request_success.labels(delivery.finish_reason).inc()
+            self._observe_end(tracked)
+
+    def _observe_end(self, tracked: _Tracked) -> None:
+        now_s = self._clock.now_s()
+        num_tokens = len(tracked.flow.output_token_ids)
+        self._metrics.e2e_latency.observe(now_s - tracked.flow.arrival_s)
+        self._metrics.generation_tokens.observe(num_tokens)
+        if tracked.first_token_s is not None and tracked.last_token_s is not None:
+            self._metrics.decode_time.observe(tracked.last_token_s - tracked.first_token_s)
+            if num_tokens > 1:
+                self._metrics.time_per_output_token.observe((tracked.last_token_s - tracked.first_token_s) / (num_tokens - 1))

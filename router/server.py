@@ -1,0 +1,164 @@
+"""The router's process: model folder, sockets, event loop, signals. Everything that it starts it also ends.
+
+Decisions are elsewhere; `run` is called by __main__ and by the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from core.clock import MonotonicClock
+from core.config import Config, ModelOptions, RouterOptions
+from core.errors import ConfigError, KVRelayError, ModelLoadError
+from core.model_files import resolve_model
+from router.chat_template import load_chat_template
+from router.dispatcher import Dispatcher
+from router.http_api import HttpApi, ServedModel
+from router.metrics import RouterMetrics
+from router.tokenizer import Tokenizer
+
+logger = logging.getLogger("kvrelay.router")
+
+EXIT_OK, EXIT_FAILED = 0, 1
+LISTEN_BACKLOG = 2048
+SHUTDOWN_GRACE_S = 3.0  # running requests may end in this time, then they fail with a message
+SHUTDOWN_LIMIT_S = 6  # then connections are cut, whatever they do
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. What cannot start says why in one line on stderr."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(config))
+    except KVRelayError as error:
+        print(f"kvrelay router: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+async def _serve(config: Config) -> int:
+    options = config.router
+    http_socket = bind_http(options)
+    try:
+        folder = await asyncio.to_thread(resolve_model, config.model.path)
+        tokenizer = await asyncio.to_thread(Tokenizer, folder)
+        model = read_served_model(config.model, folder, tokenizer)
+        chat_template = load_chat_template(folder, tokenizer)
+        clock, metrics = MonotonicClock(), RouterMetrics(model.names[0])
+        dispatcher = Dispatcher(options, clock, metrics)
+        http_port: int = http_socket.getsockname()[1]
+        try:
+            control_port = dispatcher.bind(options.host, options.control_port or http_port + 1)
+            dispatcher.start()
+            api = HttpApi(options, clock, model, tokenizer, chat_template, dispatcher, metrics)
+            print(
+                f"kvrelay router: serving {model.names[0]} at http://{options.host}:{http_port}, "
+                f"nodes register at {options.host}:{control_port}",
+                flush=True,
+            )
+            await _serve_http(api, dispatcher, http_socket)
+            return EXIT_FAILED if dispatcher.has_broken.is_set() else EXIT_OK
+        finally:
+            await dispatcher.stop()
+    finally:
+        http_socket.close()
+
+
+def bind_http(options: RouterOptions) -> socket.socket:
+    """A listening socket at the HTTP address. Raises ConfigError when it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        http_socket = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError("router.host", options.host, f"an address of this machine ({error.strerror})") from error
+    try:
+        http_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        http_socket.bind(address)
+        http_socket.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        http_socket.close()
+        raise ConfigError("router.port", options.port, f"a free port of {options.host} ({error.strerror})") from error
+    http_socket.setblocking(False)
+    return http_socket
+
+
+def read_served_model(options: ModelOptions, folder: Path, tokenizer: Tokenizer) -> ServedModel:
+    """Names and limits from the folder's config.json. Raises ModelLoadError when it cannot be read."""
+    path = folder / "config.json"
+    try:
+        model_config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        text_config = model_config.get("text_config") or model_config
+        max_model_len = int(text_config.get("max_position_embeddings") or 2048)
+        vocab_size = int(text_config.get("vocab_size") or tokenizer.vocab_size)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{path}: {error}") from error
+    if options.max_model_len:
+        max_model_len = min(options.max_model_len, max_model_len)
+    names = dict.fromkeys(name for name in (options.served_name, options.path) if name)
+    return ServedModel(tuple(names), max_model_len, vocab_size)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling, which would raise the signal again and so spoil the exit code."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to _serve_http."""
+        yield
+
+
+async def _serve_http(api: HttpApi, dispatcher: Dispatcher, http_socket: socket.socket) -> None:
+    server = _Server(
+        uvicorn.Config(
+            api.app,
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_LIMIT_S,
+        )
+    )
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if api.is_shutting_down:
+            server.force_exit = True  # asked twice
+            return
+        logger.info("shutting down")
+        api.is_shutting_down = True
+        server.should_exit = True
+        loop.call_later(SHUTDOWN_GRACE_S, dispatcher.core.fail_all, "shutdown", "the router is shutting down", 503)
+
+    async def stop_when_broken() -> None:
+        await dispatcher.has_broken.wait()
+        stop()
+
+    watcher = asyncio.create_task(stop_when_broken())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await server.serve(sockets=[http_socket])
+    finally:
+        watcher.cancel()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,138 @@
+"""What a folder's description says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from core.config import ModelOptions
+from core.errors import ConfigError, ModelLoadError
+from core.model.description import ModelDescription, describe_model
+from core.model.weights import load_llama_weights
+from tests.unit.core.model.support import save_llama
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_llama(folder, attention_bias=True)
+    return folder
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "llama"))
+
+
+def describe(folder: Path, **options: Any) -> ModelDescription:
+    return describe_model(folder, ModelOptions(**{"dtype": "float32", **options}), 16)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set fields; None removes one."""
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+
+
+def test_describe_model_reads_shape_layout_and_limits(folder: Path) -> None:
+    description = describe(folder, dtype="bfloat16", max_model_len=100)
+    architecture, layout = description.architecture, description.kv_layout
+    assert (architecture.num_heads, architecture.num_kv_heads, architecture.head_dim, architecture.num_layers) == (6, 2, 16, 2)
+    assert (layout.num_layers, layout.block_size, layout.num_kv_heads, layout.head_dim, layout.dtype) == (
+        2,
+        16,
+        2,
+        16,
+        "bfloat16",
+    )
+    assert architecture.attention_bias and not architecture.mlp_bias and not architecture.tie_word_embeddings
+    assert (description.max_model_len, description.vocab_size, description.eos_token_ids) == (100, 320, (2,))
+    assert describe(folder).max_model_len == 2048
+    assert len(description.model_fingerprint) == 16
+
+
+def test_describe_model_max_model_len_beyond_model_raises(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.max_model_len: got 2049.*2048"):
+        describe(folder, max_model_len=2049)
+
+
+def test_describe_model_eos_from_generation_config_else_config(folder: Path) -> None:
+    edit_json(folder / "generation_config.json", eos_token_id=[2, 7])
+    assert describe(folder).eos_token_ids == (2, 7)
+    (folder / "generation_config.json").unlink()
+    assert describe(folder).eos_token_ids == (2,)
+    edit_json(folder / "config.json", eos_token_id=None)
+    assert describe(folder).eos_token_ids == ()
+
+
+def test_describe_model_both_rope_spellings_mean_the_same(folder: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+    edit_json(folder / "config.json", rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    new = describe(folder).architecture
+    edit_json(folder / "config.json", rope_parameters=None, rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
+    assert describe(folder).architecture == new
+    assert (new.rope_theta, new.rope_scaling.rope_type, new.rope_scaling.factor) == (5e5, "llama3", 8.0)
+
+
+def test_describe_model_fingerprint_follows_content_not_path(folder: Path, tmp_path: Path) -> None:
+    original = describe(folder).model_fingerprint
+    moved = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
+    assert describe(moved).model_fingerprint == original
+    edit_json(moved / "config.json", transformers_version="0")
+    assert describe(moved, max_model_len=100).model_fingerprint == original  # neither changes what a block holds
+    edit_json(moved / "config.json", rms_norm_eps=1e-3)
+    assert describe(moved).model_fingerprint != original
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] += 1e-3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert describe(folder).model_fingerprint != original
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: LlamaForCausalLM"),
+        ({"architectures": None}, "architecture unknown is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "RoPE type 'longrope'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"num_key_value_heads": 4}, "evenly"),
+        ({"vocab_size": None}, "missing the field vocab_size"),
+    ],
+)
+def test_describe_model_unsupported_raises_saying_what(folder: Path, changes: dict[str, Any], message: str) -> None:
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(ModelLoadError, match=message):
+        describe(folder)
+
+
+def test_describe_model_broken_json_raises(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"config\.json: not readable as JSON"):
+        describe(folder)
+
+
+def test_load_weights_missing_or_misshaped_tensor_raises_naming_it(folder: Path) -> None:
+    architecture = describe(folder).architecture
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for tensor, message in (
+        (None, f"missing tensor {name}"),
+        (torch.zeros(3, 4), rf"tensor {name} has shape \[3, 4\], expected \[160, 96\]"),
+        (weights[name].int(), f"tensor {name} has dtype torch.int32"),
+    ):
+        changed = {key: value for key, value in weights.items() if key != name}
+        if tensor is not None:
+            changed[name] = tensor
+        save_file(changed, folder / "model.safetensors")
+        with pytest.raises(ModelLoadError, match=message):
+            load_llama_weights(folder, architecture, torch.float32)
+    (folder / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(ModelLoadError, match="not a readable safetensors file"):
+        load_llama_weights(folder, architecture, torch.float32)

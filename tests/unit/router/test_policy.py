@@ -1,0 +1,117 @@
+"""Routing policies against a plain oracle, and the choice to use a prefill node."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from core.config import RouterOptions
+from core.errors import ConfigError
+from core.wire.messages import NodeLoad
+from router.policy import Placer, least_loaded, local_prefill_reason, round_robin
+from router.registry import NodeRegistry, NodeSnapshot
+from tests.unit.router.flow_bench import register_message
+
+
+def snapshots(source: random.Random, role: str) -> list[NodeSnapshot]:
+    return [
+        NodeSnapshot(
+            node_id=f"n{place}",
+            role=role,
+            max_num_seqs=source.choice([1, 4, 8]),
+            num_in_flight=source.randint(0, 3),
+            num_in_flight_tokens=source.choice([0, 10, 20]),
+            load=NodeLoad(
+                num_running=source.randint(0, 3), num_waiting_tokens=source.choice([0, 15]), kv_usage=source.choice([0.0, 0.5])
+            ),
+        )
+        for place in range(source.randint(1, 6))
+    ]
+
+
+def oracle(nodes: list[NodeSnapshot]) -> set[str]:
+    """Ids of the nodes than which none has less work, found by comparing every pair."""
+
+    def has_less(one: NodeSnapshot, other: NodeSnapshot) -> bool:
+        slots = [max(node.num_in_flight, node.load.num_running) / node.max_num_seqs for node in (one, other)]
+        tokens = [max(node.num_in_flight_tokens, node.load.num_waiting_tokens) for node in (one, other)]
+        if one.role == "prefill":
+            return tokens[0] < tokens[1] or (tokens[0] == tokens[1] and slots[0] < slots[1])
+        return slots[0] < slots[1] or (slots[0] == slots[1] and one.load.kv_usage < other.load.kv_usage)
+
+    return {node.node_id for node in nodes if not any(has_less(other, node) for other in nodes)}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_least_loaded_random_nodes_agrees_with_the_oracle(role: str) -> None:
+    source = random.Random(role)
+    for turn in range(300):
+        nodes = snapshots(source, role)
+        assert least_loaded(nodes, turn).node_id in oracle(nodes)
+
+
+def test_least_loaded_equal_nodes_take_turns() -> None:
+    nodes = [NodeSnapshot(node_id=f"n{place}", role="decode", max_num_seqs=8) for place in range(3)]
+    assert [least_loaded(nodes, turn).node_id for turn in range(4)] == ["n0", "n1", "n2", "n0"]
+
+
+def test_round_robin_ignores_load() -> None:
+    nodes = [
+        NodeSnapshot(node_id="a", role="decode", max_num_seqs=1, num_in_flight=9),
+        NodeSnapshot(node_id="b", role="decode", max_num_seqs=1),
+    ]
+    assert [round_robin(nodes, turn).node_id for turn in range(3)] == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "has_node", "block_size", "threshold", "reason"),
+    [
+        (1000, False, 16, 0, "no_prefill_node"),
+        (16, True, 16, 0, "short_prompt"),
+        (17, True, 16, 0, ""),
+        (17, True, 16, 100, "short_prompt"),
+        (100, True, 16, 100, "short_prompt"),
+        (101, True, 16, 100, ""),
+    ],
+)
+def test_local_prefill_reason_by_length_and_nodes(
+    num_tokens: int, has_node: bool, block_size: int, threshold: int, reason: str
+) -> None:
+    assert local_prefill_reason(num_tokens, has_node, block_size, threshold) == reason
+
+
+def test_placer_in_flight_work_spreads_a_burst_before_any_heartbeat() -> None:
+    registry = NodeRegistry(5.0, 60.0)
+    for name in ("d0", "d1", "d2"):
+        registry.register(register_message(name, "decode"), name.encode(), 0.0)
+    placer = Placer(RouterOptions(), registry)
+    chosen = []
+    for number in range(6):
+        placement = placer.place_decode()
+        registry.start_dispatch(placement.node_id, f"r{number}.1", 10)
+        chosen.append(placement.node_id)
+    assert sorted(chosen) == ["d0", "d0", "d1", "d1", "d2", "d2"]
+
+
+def test_placer_idle_nodes_take_turns() -> None:
+    registry = NodeRegistry(5.0, 60.0)
+    for name in ("d0", "d1"):
+        registry.register(register_message(name, "decode"), name.encode(), 0.0)
+    placer = Placer(RouterOptions(), registry)
+    assert [placer.place_decode().node_id for _ in range(4)] == ["d0", "d1", "d0", "d1"]
+
+
+def test_placer_avoided_node_is_used_only_when_there_is_no_other() -> None:
+    registry = NodeRegistry(5.0, 60.0)
+    placer = Placer(RouterOptions(), registry)
+    assert placer.place_decode().node_id == ""
+    registry.register(register_message("d0", "decode"), b"d0", 0.0)
+    assert placer.place_decode({"d0"}).node_id == "d0"
+    registry.register(register_message("d1", "decode"), b"d1", 0.0)
+    assert {placer.place_decode({"d0"}).node_id for _ in range(4)} == {"d1"}
+
+
+def test_placer_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"router\.policy.*fastest.*least_loaded"):
+        Placer(RouterOptions(policy="fastest"), NodeRegistry(5.0, 60.0))
