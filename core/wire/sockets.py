@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import zmq
 
 SEND_QUEUE_MESSAGES = 20_000  # per peer: one that leaves so many unread is treated as gone
@@ -28,7 +30,7 @@ def open_node_socket(context: zmq.Context[zmq.Socket[bytes]], router_address: st
     return socket
 
 
-def configure_router_socket(socket: zmq.Socket[bytes]) -> None:
+def configure_router_socket(socket: zmq.Socket[Any]) -> None:
     """Options of the router's ROUTER socket: a send to a peer that is gone raises EHOSTUNREACH instead of vanishing."""
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
