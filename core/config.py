@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import yaml
@@ -24,6 +24,8 @@ MIB = 1024 * 1024
 DEFAULT_MODEL = "smollm2"
 DTYPES = ("bfloat16", "float16", "float32")
 ENVIRONMENT_PREFIX = "KVRELAY_"
+EXIT_USAGE = 2  # of every process whose user made a mistake
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def _check(condition: bool, field_name: str, value: object, allowed: str) -> None:
@@ -208,6 +210,21 @@ SHORT_FLAGS = {
     "--max-num-seqs": "engine.max_num_seqs",
     "--max-num-batched-tokens": "engine.max_num_batched_tokens",
 }
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse whose error is one line, like every other message about a user's mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the line and exit with EXIT_USAGE."""
+        self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def parse_config(prog: str, description: str, sections: Sequence[str], argv: Sequence[str] | None) -> Config:
+    """A process's configuration from its command line. Raises ConfigError; a flag that does not exist ends the process."""
+    parser = OneLineParser(prog=prog, description=description, allow_abbrev=False)
+    add_config_flags(parser, sections)
+    return load_config(vars(parser.parse_args(argv)))
 
 
 def add_config_flags(parser: argparse.ArgumentParser, sections: Sequence[str]) -> None:

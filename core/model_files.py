@@ -89,16 +89,16 @@ def converted_folder(gguf_path: Path) -> Path:
     a rename, so that an interrupted conversion is never taken for a whole one. Raises ModelLoadError.
     """
     models_dir = user_cache_dir() / "models"
-    folder = models_dir / f"{gguf_path.stem}-{_source_id(gguf_path)}"
-    if folder.is_dir():
-        return folder
     try:
+        folder = models_dir / f"{gguf_path.stem}-{_source_id(gguf_path)}"
+        if folder.is_dir():
+            return folder
         models_dir.mkdir(parents=True, exist_ok=True)
         with _lock(models_dir / f".{folder.name}.lock"):
             if not folder.is_dir():
                 _convert_into(gguf_path, folder)
     except OSError as error:
-        raise ModelLoadError(f"cannot convert {gguf_path} into {folder}: {error}") from error
+        raise ModelLoadError(f"cannot convert {gguf_path} into {models_dir}: {error}") from error
     return folder
 
 
@@ -114,10 +114,11 @@ def _find_smollm2() -> Path:
 
 
 def _source_id(path: Path) -> str:
-    # Size and time, not content: hashing gigabytes at every start would cost seconds, and a stale hit needs both to collide.
-    status = path.stat()
-    text = f"{CONVERSION_VERSION}|{path.name}|{status.st_size}|{status.st_mtime_ns}"
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    """By content: a package that is installed again has the same file with another time, and is not converted again."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(f"{CONVERSION_VERSION}|{path.name}".encode())
+    return digest.hexdigest()[:12]
 
 
 def _convert_into(gguf_path: Path, folder: Path) -> None:

@@ -5,7 +5,6 @@ Two threads: this one steps the engine, core/node_link's owns the socket. What d
 
 from __future__ import annotations
 
-import argparse
 import copy
 import logging
 import secrets
@@ -20,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from core.clock import MonotonicClock
-from core.config import Config, add_config_flags, load_config
+from core.config import EXIT_USAGE, LOG_FORMAT, Config, parse_config
 from core.engine import EngineCore
 from core.engine_model import EngineModel
 from core.errors import InvalidInputError, KVRelayError, OverloadedError
@@ -35,6 +34,7 @@ from core.step_output import StepOutput
 from core.wire import messages
 
 _logger = logging.getLogger(__name__)
+NODE_SECTIONS = ("model", "engine", "connector", "node")
 _PUBLISH_INTERVAL_S = 0.1
 _IDLE_WAIT_S = 0.2
 _TRANSFER_WAIT_S = 0.005  # while only transfers are in flight, and the connector does not wake us itself
@@ -255,15 +255,12 @@ class _StatsCollector(Collector):
 
 def run_node_process(role: str, compose: Callable[[Config], NodeServer], argv: list[str] | None) -> int:
     """Main of both roles: flags, logging, `compose`, serve. A user's mistake is one line and exit code 2."""
-    parser = argparse.ArgumentParser(prog=f"kvrelay {role}-node")
-    add_config_flags(parser, ("model", "engine", "connector", "node"))
-    arguments = vars(parser.parse_args(argv))
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     try:
-        node = compose(load_config(arguments))
+        node = compose(parse_config(f"kvrelay {role}-node", f"One {role} node of a cluster.", NODE_SECTIONS, argv))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda _number, _frame: node.stop())
         return node.run()
     except KVRelayError as error:
         print(f"kvrelay {role}-node: {error}", file=sys.stderr)
-        return 2
+        return EXIT_USAGE

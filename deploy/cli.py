@@ -5,21 +5,19 @@ A user's mistake is one clear line and exit code 2, never a traceback.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-from core.config import add_config_flags, load_config
+from core.config import EXIT_USAGE, OneLineParser, parse_config
 from core.errors import InvalidInputError, KVRelayError
 from deploy.router_client import get_json
 
 EXIT_OK = 0
 EXIT_FAILED = 1
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 SERVE_SECTIONS = ("model", "engine", "connector", "router", "cluster")
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -33,14 +31,6 @@ USAGE = """usage: kvrelay COMMAND [OPTIONS]     (kvrelay COMMAND --help lists a 
   nodes          the nodes of a running router: --url URL
   audit          what a running cluster still holds: --url URL; exit code 1 when something is left
   version        this version"""
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """argparse whose error is one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the line and exit with EXIT_USAGE."""
-        self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,9 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    parser = OneLineParser(prog="kvrelay serve", allow_abbrev=False, description="Serve a model on this machine.")
-    add_config_flags(parser, SERVE_SECTIONS)
-    config = load_config(vars(parser.parse_args(argv)))
+    config = parse_config("kvrelay serve", "Serve a model on this machine.", SERVE_SECTIONS, argv)
     from deploy.serve import serve
 
     # Until the supervisor watches, SIGTERM ends us as Ctrl-C does: a model that is being converted is cleaned up.

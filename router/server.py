@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 
 from core.clock import MonotonicClock
-from core.config import Config, ModelOptions, RouterOptions
+from core.config import LOG_FORMAT, Config, ModelOptions, RouterOptions
 from core.errors import ConfigError, KVRelayError, ModelLoadError
 from core.model_files import resolve_model
 from router.chat_template import load_chat_template
@@ -38,7 +38,7 @@ SHUTDOWN_LIMIT_S = 6  # then connections are cut, whatever they do
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. What cannot start says why in one line on stderr."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(config))

@@ -26,12 +26,12 @@ class FaultyMedium(SlotMedium):
         self.fault: OSError | None = None
         self.may_go_on = threading.Event()
         self.may_go_on.set()
-        self.num_waiting = 0
+        self.waiting: list[int] = []  # one item per thread inside
 
     def _obey(self) -> None:
-        self.num_waiting += 1
+        self.waiting.append(1)
         self.may_go_on.wait(60)
-        self.num_waiting -= 1
+        self.waiting.pop()
         if self.fault is not None:
             raise self.fault
 
@@ -104,9 +104,9 @@ def test_close_while_the_medium_hangs_returns_and_the_late_end_is_silent(tmp_pat
     node.save(chain(1, 4))
     node.medium.may_go_on.clear()
     transfers = [node.start_load(chain(1, 4)), node.start_save(chain(2, 4), first_block=8)]
-    wait_until(lambda: node.medium.num_waiting == 2)
+    wait_until(lambda: len(node.medium.waiting) == 2)
     node.connector.close()
-    assert node.medium.num_waiting == 2
+    assert len(node.medium.waiting) == 2
     assert [result.outcome for result in node.results(transfers)] == [TransferOutcome.CANCELLED] * 2
     node.medium.may_go_on.set()
     wait_until(lambda: not any(thread.name.startswith("kv-nvme") for thread in threading.enumerate()))
@@ -121,7 +121,7 @@ def test_deadline_that_passes_during_a_transfer_ends_it_as_a_timeout(tmp_path: P
     node.medium.may_go_on.clear()
     running = [node.start_load(chain(1, 4), first_block=4 * number) for number in range(4)]  # one per worker
     waiting = node.start_load(chain(2, 4), first_block=32)
-    wait_until(lambda: node.medium.num_waiting == 4)
+    wait_until(lambda: len(node.medium.waiting) == 4)
     node.clock.offset_s = 1000.0
     node.medium.may_go_on.set()
     outcomes = [result.outcome for result in node.results([*running, waiting])]
