@@ -1,0 +1,178 @@
+"""The file under a slot index: a header, a ring of recent changes and one 64-byte record per slot, mapped by every process.
+
+Only layout, checksums, the lock and integrity live here; what the records mean is the slot index's business.
+
+    | header 4096 | recent changes: NUM_RECENT_CHANGES slot numbers of 4 bytes | num_slots records of 64 bytes |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from connectors.file_lock import lock_descriptor, unlock_descriptor
+from core.errors import ConnectorError
+
+Words = npt.NDArray[np.uint64]
+
+NUM_RECENT_CHANGES = 16384
+RECORD_BYTES = 64
+_HEADER_BYTES = 4096
+_RECORDS_OFFSET = _HEADER_BYTES + 4 * NUM_RECENT_CHANGES
+_MAGIC_AND_VERSION = int.from_bytes(b"KVRIDX\x01\x00", "little")
+
+# Words of a record. LAST_USE is only a hint and changes without notice, so the checksum leaves it out.
+STATE_AND_OWNER, HASH_LOW, HASH_HIGH, SEQUENCE, LAST_USE, _SPARE_5, _SPARE_6, CHECKSUM = range(8)
+_MULTIPLIERS: Words = np.array(
+    [
+        0x9E3779B97F4A7C15,
+        0xC2B2AE3D27D4EB4F,
+        0x165667B19E3779F9,
+        0xD6E8FEB86659FD93,
+        0,
+        0xFF51AFD7ED558CCD,
+        0xC4CEB9FE1A85EC53,
+        0,
+    ],
+    dtype=np.uint64,
+)
+
+
+class SlotState(enum.IntEnum):
+    """FREE: holds nothing. WRITING: its owner fills it. STORED: readable by all."""
+
+    FREE = 0
+    WRITING = 1
+    STORED = 2
+
+
+def record_checksums(records: Words) -> Words:
+    """The checksums, [n], that the given records, [n, 8], should carry. An all-zero record is a valid FREE one."""
+    total = (records * _MULTIPLIERS).sum(axis=1, dtype=np.uint64)
+    mixed: Words = total ^ (total >> np.uint64(32))
+    return mixed
+
+
+class _HeaderWord:
+    """One 8-byte word of the header, shared by all processes."""
+
+    def __init__(self, position: int) -> None:
+        self._position = position
+
+    def __get__(self, file: IndexFile, owner: type[IndexFile]) -> int:
+        return int(file.header[self._position])
+
+    def __set__(self, file: IndexFile, value: int) -> None:
+        file.header[self._position] = value
+
+
+class IndexFile:
+    """One open index file. Words and records may be read at any time and written only under locked().
+
+    Readers without the lock may see a record half written: its checksum says so. A reader must call is_intact() first where
+    somebody may have cut the file, because touching a mapped page beyond its end ends the process.
+    """
+
+    num_ready_slots = _HeaderWord(5)  # slots whose place on the medium is allocated: only these are handed out
+    change_counter = _HeaderWord(6)  # sequence number of the newest change
+    tick = _HeaderWord(7)  # the newest LAST_USE
+    num_frees = _HeaderWord(8)  # moves whenever slots may have become FREE
+    next_lease = _HeaderWord(9)
+    is_changing = _HeaderWord(10)  # 1 while a holder of the lock writes; found set by the next holder, it means repair
+
+    def __init__(self, path: Path, layout_fingerprint: bytes, slot_bytes: int) -> None:
+        """Map an existing file. Raises ConnectorError where it is of another kind or cut, OSError where it cannot be read."""
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDWR)
+        try:
+            found = os.fstat(self._descriptor)
+            if found.st_size <= _RECORDS_OFFSET:
+                raise ConnectorError(f"{path} is cut: {found.st_size} bytes")
+            mapping = mmap.mmap(self._descriptor, found.st_size)
+            self.header: Words = np.frombuffer(mapping, dtype=np.uint64, count=_HEADER_BYTES // 8)
+            expected = _new_header(layout_fingerprint, 0, slot_bytes)
+            if self.header[:3].tolist() != expected[:3].tolist() or int(self.header[4]) != slot_bytes:
+                raise ConnectorError(f"{path} is no index of this version and layout")
+            self.num_slots = int(self.header[3])
+            self._num_bytes = index_bytes(self.num_slots)
+            self._inode = found.st_ino
+            if self.num_slots < 1 or found.st_size < self._num_bytes:
+                raise ConnectorError(f"{path} is cut: {found.st_size} bytes for {self.num_slots} slots")
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.recent_changes: npt.NDArray[np.uint32] = np.frombuffer(
+            mapping, dtype=np.uint32, count=NUM_RECENT_CHANGES, offset=_HEADER_BYTES
+        )
+        records = np.frombuffer(mapping, dtype=np.uint64, count=8 * self.num_slots, offset=_RECORDS_OFFSET)
+        self.records: Words = records.reshape(self.num_slots, 8)
+
+    def is_intact(self) -> bool:
+        """Whether the file still is in its directory and as long as its records need. Costs one fstat."""
+        try:
+            found = os.fstat(self._descriptor)
+        except OSError:
+            return False
+        return found.st_nlink > 0 and found.st_size >= self._num_bytes and found.st_ino == self._inode
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock that every writer takes; the kernel gives it back when the process dies. Raises OSError."""
+        lock_descriptor(self._descriptor)
+        try:
+            yield
+        finally:
+            unlock_descriptor(self._descriptor)
+
+    def close(self) -> None:
+        """Close the descriptor. The mapping stays valid until the last array on it is gone."""
+        os.close(self._descriptor)
+
+
+def index_bytes(num_slots: int) -> int:
+    """Size of the file for that many slots."""
+    return _RECORDS_OFFSET + RECORD_BYTES * num_slots
+
+
+def create_index_file(path: Path, layout_fingerprint: bytes, num_slots: int, slot_bytes: int) -> None:
+    """Write an index of FREE slots, at once complete or not there. Raises OSError.
+
+    Its blocks are allocated now: a full disk must fail here and not in a store to mapped memory.
+    """
+    unfinished = path.with_name(f"{path.name}.new")
+    unfinished.touch(mode=0o600)
+    with unfinished.open("r+b") as file:
+        os.ftruncate(file.fileno(), 0)  # of somebody who died here
+        os.posix_fallocate(file.fileno(), 0, index_bytes(num_slots))
+        file.write(_new_header(layout_fingerprint, num_slots, slot_bytes).tobytes())
+    unfinished.replace(path)
+
+
+def resize_index_file(path: Path, num_slots: int) -> None:
+    """Give an index that nobody has mapped another number of slots; records beyond the new end are dropped. Raises OSError."""
+    with path.open("r+b") as file:
+        header = np.frombuffer(file.read(_HEADER_BYTES), dtype=np.uint64).copy()
+        if num_slots > int(header[3]):
+            os.posix_fallocate(file.fileno(), 0, index_bytes(num_slots))
+        header[3] = num_slots
+        header[5] = min(int(header[5]), num_slots)
+        file.seek(0)
+        file.write(header.tobytes())
+        file.truncate(index_bytes(num_slots))
+
+
+def _new_header(layout_fingerprint: bytes, num_slots: int, slot_bytes: int) -> Words:
+    header: Words = np.zeros(_HEADER_BYTES // 8, dtype=np.uint64)
+    header[0] = _MAGIC_AND_VERSION
+    header[1:3] = np.frombuffer(layout_fingerprint, dtype=np.uint64)
+    header[3] = num_slots
+    header[4] = slot_bytes
+    header[9] = 1
+    return header

@@ -1,0 +1,151 @@
+"""One process' own picture of a slot index: which slot holds which block, kept current from the ring of recent changes.
+
+Lookups read a plain dict, so that they cost the same whatever other processes and the medium do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from connectors.index_file import (
+    CHECKSUM,
+    HASH_HIGH,
+    HASH_LOW,
+    NUM_RECENT_CHANGES,
+    SEQUENCE,
+    STATE_AND_OWNER,
+    IndexFile,
+    SlotState,
+    Words,
+    record_checksums,
+)
+
+_HASH_BYTES = 16
+_RESCAN_RECORDS = 16384  # per numpy call, so that other threads get the GIL in between
+
+
+class IndexMirror:
+    """Stored blocks by hash, of one index file.
+
+    Reading needs no lock, from any thread: one dict operation at a time. refresh() may run on several threads; it reads records
+    without the file's lock and relies on their checksums.
+    """
+
+    def __init__(self, file: IndexFile) -> None:
+        """Scan the whole index; the caller holds the file's lock."""
+        self._file = file
+        self._mutex = threading.Lock()
+        self._num_changes_seen = file.change_counter
+        records = file.records
+        is_valid = record_checksums(records) == records[:, CHECKSUM]
+        stored = np.flatnonzero((records[:, STATE_AND_OWNER] == SlotState.STORED) & is_valid)
+        names = np.ascontiguousarray(records[stored, HASH_LOW : HASH_HIGH + 1]).view("V16").ravel().tolist()
+        self._slot_by_hash: dict[bytes, int] = dict(zip(names, stored.tolist(), strict=True))
+        hash_by_slot = np.full(file.num_slots, None, dtype=object)
+        hash_by_slot[stored] = names
+        self._hash_by_slot: list[bytes | None] = hash_by_slot.tolist()
+
+    def __len__(self) -> int:
+        return len(self._slot_by_hash)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._slot_by_hash
+
+    def slots_of(self, block_hashes: Iterable[bytes]) -> list[int]:
+        """Slots of those of the blocks that are stored."""
+        return [slot for slot in map(self._slot_by_hash.get, block_hashes) if slot is not None]
+
+    def prefix_slots(self, block_hashes: Iterable[bytes]) -> list[int]:
+        """Slots of the longest run of stored blocks from the first hash on."""
+        slots = []
+        for slot in map(self._slot_by_hash.get, block_hashes):
+            if slot is None:
+                break
+            slots.append(slot)
+        return slots
+
+    def count_prefix(self, block_hashes: Iterable[bytes]) -> int:
+        """Length of that run; the cheapest form, without a line of Python per hash."""
+        return len(list(itertools.takewhile(self._slot_by_hash.__contains__, block_hashes)))
+
+    def refresh(self, max_changes: int | None = None) -> bool:
+        """Apply what has changed; True when the mirror is up to date.
+
+        With max_changes it neither waits nor applies more than that many, and answers False where that is not enough.
+        """
+        if self._file.change_counter == self._num_changes_seen:
+            return True
+        if not self._mutex.acquire(blocking=max_changes is None):
+            return False
+        try:
+            newest = self._file.change_counter
+            if newest == self._num_changes_seen:  # another thread was faster
+                return True
+            first = self._num_changes_seen + 1
+            num_behind = newest - self._num_changes_seen
+            if max_changes is not None and num_behind > max_changes:
+                return False
+            sequences = np.arange(first, first + min(num_behind, NUM_RECENT_CHANGES))
+            slots = self._file.recent_changes[sequences % NUM_RECENT_CHANGES].astype(np.int64)
+            # Asked after reading the ring: entries may have been overwritten meanwhile.
+            if self._file.change_counter - self._num_changes_seen <= NUM_RECENT_CHANGES:
+                self._apply(slots, sequences)
+            elif max_changes is None:
+                self._rescan(newest)
+            return self._num_changes_seen >= newest
+        finally:
+            self._mutex.release()
+
+    def _rescan(self, newest: int) -> None:
+        for start in range(0, self._file.num_slots, _RESCAN_RECORDS):
+            sequences = self._file.records[start : start + _RESCAN_RECORDS, SEQUENCE]
+            self._apply(np.flatnonzero(sequences > np.uint64(self._num_changes_seen)) + start, None)
+        self._num_changes_seen = newest
+
+    def _apply(self, slots: npt.NDArray[np.int64], sequences: npt.NDArray[np.int64] | None) -> None:
+        """Bring these slots up to date. A torn record is skipped: its writer announces it again when it is whole.
+
+        With sequences, count those as seen up to the first that has not arrived (another core's stores may arrive late).
+        """
+        records = self._file.records[slots]
+        is_valid = (record_checksums(records) == records[:, CHECKSUM]).tolist()
+        is_stored = (records[:, STATE_AND_OWNER] == SlotState.STORED).tolist()
+        for slot, name, valid, stored in zip(slots.tolist(), hashes_of(records), is_valid, is_stored, strict=True):
+            if not valid:
+                continue
+            old = self._hash_by_slot[slot]
+            new = name if stored else None
+            if old == new:
+                continue
+            if old is not None and self._slot_by_hash.get(old) == slot:
+                del self._slot_by_hash[old]
+            if new is not None:
+                self._slot_by_hash[new] = slot
+            self._hash_by_slot[slot] = new
+        if sequences is not None:
+            late = np.flatnonzero(records[:, SEQUENCE].astype(np.int64) < sequences)
+            self._num_changes_seen = int(sequences[late[0]] - 1 if len(late) else sequences[-1])
+
+
+def hashes_of(records: Words) -> list[bytes]:
+    """Block hashes of records, [n, 8]."""
+    packed = records[:, HASH_LOW : HASH_HIGH + 1].tobytes()
+    return [packed[start : start + _HASH_BYTES] for start in range(0, len(packed), _HASH_BYTES)]
+
+
+def sequences_of(file: IndexFile, slots: Sequence[int], block_hashes: Sequence[bytes]) -> list[int]:
+    """Sequence numbers of slots that hold these blocks now, -1 where one does not.
+
+    Takes no lock: a reader calls it before and after it copies a slot, and equal answers mean that the slot was not recycled.
+    """
+    if not slots:
+        return []
+    records = file.records[np.asarray(slots)]
+    is_stored = (records[:, STATE_AND_OWNER] == SlotState.STORED) & (record_checksums(records) == records[:, CHECKSUM])
+    found = zip(records[:, SEQUENCE].tolist(), is_stored.tolist(), hashes_of(records), block_hashes, strict=True)
+    return [sequence if stored and name == wanted else -1 for sequence, stored, name, wanted in found]

@@ -1,0 +1,163 @@
+"""The `nvme` connector: cold KV in a directory, shared by any number of processes, kept over restarts.
+
+Blocks live in the recycled slots of one preallocated segment file per KV layout: a file per block costs several times the CPU
+and half the bandwidth (measured). Nothing is synced: a block that a power failure tears fails its checksum and is a miss.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from connectors.byte_sizes import with_parsed_sizes
+from connectors.file_lock import locked_directory
+from connectors.slot_connector import SlotConnector
+from connectors.slot_store import HEADER_PAGE_BYTES, SlotMedium, SlotStore, slot_bytes
+from connectors.store_directory import Segment, StoreDirectory
+from connectors.stored_block import BLOCK_HEADER_BYTES
+from core.clock import Clock
+from core.config import options_from_mapping
+from core.errors import ConfigError
+from core.kv.connector import KVConnector
+from core.kv.layout import KVLayout
+
+logger = logging.getLogger(__name__)
+
+_GROW_BYTES = 256 * 1024 * 1024  # allocated at a time; instant where the file system has extents
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeOptions:
+    """path: a directory, created where missing. num_threads move bytes at the same time.
+
+    capacity_bytes (a size like 100GiB is fine) bounds the files of one KV layout, index included. A process that finds the store
+    unused resizes it to its own capacity, others take what they find.
+    """
+
+    path: str
+    capacity_bytes: int = 8 * 1024**3
+    num_threads: int = 4
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ConfigError("connector.options.path", self.path, "a directory")
+        if not 1 <= self.num_threads <= 64:
+            raise ConfigError("connector.options.num_threads", self.num_threads, "1 to 64")
+
+
+class NvmeConnector(SlotConnector):
+    """Opens the store at <path>/<layout>."""
+
+    name = "nvme"
+    _starts_without_store = True
+
+    def __init__(self, options: NvmeOptions, clock: Clock) -> None:
+        super().__init__(clock, options.num_threads)
+        self._options = options
+
+    def _open_store(self, layout: KVLayout) -> SlotStore:
+        place = StoreDirectory(Path(self._options.path), layout.fingerprint.hex(), layout, is_removed_when_unused=False)
+        with locked_directory(place.root):
+            return place.open(self._options.capacity_bytes, _NvmeSegment, _GROW_BYTES)
+
+
+class _NvmeSegment(SlotMedium):
+    """The segment file, read and written by runs of adjacent slots; past the page cache where the file system allows it."""
+
+    needs_neighbours = True
+
+    def __init__(self, segment: Segment) -> None:
+        self._path = segment.path
+        self._slot_bytes = slot_bytes(segment.layout)
+        self._buffered = os.open(segment.path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._direct = _open_direct(segment.path)
+        self._thread_pages = threading.local()
+        if segment.is_alone:  # the only moment at which nobody counts on the segment's length
+            max_bytes = segment.index_file.num_slots * self._slot_bytes
+            num_bytes = min(os.fstat(self._buffered).st_size, max_bytes)
+            os.ftruncate(self._buffered, num_bytes)
+            segment.index_file.num_ready_slots = min(segment.index_file.num_ready_slots, num_bytes // self._slot_bytes)
+
+    def read(self, slots: Sequence[int], blocks: Sequence[memoryview]) -> list[bytes]:
+        pages = self._header_pages(len(slots))
+        first, end = slots[0], slots[-1] + 1
+        num_read = 0  # slots
+        while first + num_read < end:
+            buffers = [buffer for pair in zip(pages[num_read:], blocks[num_read:], strict=True) for buffer in pair]
+            num_bytes = self._move(os.preadv, buffers, (first + num_read) * self._slot_bytes)
+            if num_bytes < self._slot_bytes:  # the file ends here
+                break
+            num_read += num_bytes // self._slot_bytes
+        return [bytes(page[:BLOCK_HEADER_BYTES]) for page in pages[:num_read]]
+
+    def write(self, slots: Sequence[int], headers: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
+        pages = self._header_pages(len(slots))
+        for page, header in zip(pages, headers, strict=True):
+            page[:BLOCK_HEADER_BYTES] = header
+        num_written = 0  # slots
+        while num_written < len(slots):
+            buffers = [buffer for pair in zip(pages[num_written:], blocks[num_written:], strict=True) for buffer in pair]
+            num_bytes = self._move(os.pwritev, buffers, (slots[0] + num_written) * self._slot_bytes)
+            if num_bytes < self._slot_bytes:
+                raise OSError(errno.ENOSPC, f"only {num_bytes} bytes of a slot could be written", str(self._path))
+            num_written += num_bytes // self._slot_bytes
+
+    def grow(self, first_slot: int, end_slot: int) -> None:
+        os.posix_fallocate(self._buffered, first_slot * self._slot_bytes, (end_slot - first_slot) * self._slot_bytes)
+
+    def is_intact(self) -> bool:
+        """Whether the file still has its name. A shorter one is fine: what is missing is a miss, and grows again when written."""
+        try:
+            return os.fstat(self._buffered).st_nlink > 0
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        os.close(self._buffered)
+        if self._direct >= 0:
+            os.close(self._direct)
+
+    def _move(self, call: Callable[[int, list[memoryview], int], int], buffers: list[memoryview], offset: int) -> int:
+        if self._direct >= 0:
+            try:
+                return call(self._direct, buffers, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # EINVAL: a file system that lets one open directly, but not read or write
+                    raise
+        return call(self._buffered, buffers, offset)
+
+    def _header_pages(self, num_pages: int) -> list[memoryview]:
+        """This thread's page-aligned header pages; what follows the header in a page is zero or was read from a slot."""
+        pages: list[memoryview] = getattr(self._thread_pages, "pages", [])
+        if len(pages) < num_pages:
+            memory = memoryview(mmap.mmap(-1, num_pages * HEADER_PAGE_BYTES))
+            pages = [memory[start : start + HEADER_PAGE_BYTES] for start in range(0, len(memory), HEADER_PAGE_BYTES)]
+            self._thread_pages.pages = pages
+        return pages[:num_pages]
+
+
+def _open_direct(path: Path) -> int:
+    """A descriptor that bypasses the page cache, or -1 where the file system has no such thing."""
+    try:
+        return os.open(path, os.O_RDWR | _O_DIRECT) if _O_DIRECT else -1
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        logger.info("%s has no O_DIRECT: its blocks go through the page cache", path)
+        return -1
+
+
+def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
+    """Options: see NvmeOptions. Raises ConfigError."""
+    if not options.get("path"):
+        raise ConfigError("connector.options.path", options.get("path"), "a directory for the blocks")
+    sized = with_parsed_sizes(options, ("capacity_bytes",), "connector.options")
+    return NvmeConnector(options_from_mapping(NvmeOptions, sized, "connector.options"), clock)

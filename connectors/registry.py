@@ -1,0 +1,52 @@
+"""Connectors by name. A built-in is a module of this package with create_connector(options, clock); its name stands below.
+
+Others register the same function under the entry-point group `kvrelay.connectors`. Nothing is imported before it is asked for,
+so that one connector's client library is not another one's need.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from core.clock import Clock
+from core.errors import ConfigError
+from core.kv.connector import KVConnector
+
+ENTRY_POINT_GROUP = "kvrelay.connectors"
+BUILT_IN_CONNECTORS = ("none", "nvme", "shm")
+
+ConnectorFactory = Callable[[Mapping[str, Any], Clock], KVConnector]
+
+
+def create_connector(name: str, options: Mapping[str, Any], clock: Clock) -> KVConnector:
+    """A connector that has not touched its store yet: register_kv_cache does that.
+
+    Raises ConfigError for an unknown name (listing what exists), a missing client library, or an option that is not allowed.
+    """
+    return _find_factory(name)(options, clock)
+
+
+def connector_names() -> list[str]:
+    """Everything that create_connector knows, in order."""
+    return sorted({*BUILT_IN_CONNECTORS, *_third_party()})
+
+
+def _find_factory(name: str) -> ConnectorFactory:
+    third_party = _third_party()
+    try:
+        if name in BUILT_IN_CONNECTORS:
+            factory: ConnectorFactory = importlib.import_module(f"connectors.{name}").create_connector
+        elif name in third_party:
+            factory = third_party[name].load()
+        else:
+            raise ConfigError("connector.name", name, f"one of {', '.join(connector_names())}")
+    except ImportError as error:
+        raise ConfigError("connector.name", name, f"a connector whose libraries are installed ({error})") from error
+    return factory
+
+
+def _third_party() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}

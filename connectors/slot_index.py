@@ -1,0 +1,333 @@
+"""Which slot of a shared medium holds which block: reserve, publish, evict, forget.
+
+Several processes share one index file; a process that dies at any instruction leaves at most slots in WRITING, which others
+take back. Reading the medium needs no pin: whoever copies a slot verifies header, hash and checksum of the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from connectors.index_file import (
+    CHECKSUM,
+    HASH_HIGH,
+    HASH_LOW,
+    LAST_USE,
+    NUM_RECENT_CHANGES,
+    SEQUENCE,
+    STATE_AND_OWNER,
+    IndexFile,
+    SlotState,
+    Words,
+    record_checksums,
+)
+from connectors.index_mirror import IndexMirror
+from core.errors import ConnectorError
+
+logger = logging.getLogger(__name__)
+
+_NO_HASH = bytes(16)
+_REPAIR_RECORDS = 65536  # per numpy call
+_VICTIM_BATCH = 4096  # candidates per scan of all records
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What a save may do: its first num_covered blocks are stored already or have a slot, new_slots[position], to be filled."""
+
+    num_covered: int
+    new_slots: dict[int, int]
+
+
+class SlotIndex:
+    """The index of one store, as one process sees it.
+
+    The mirror answers lookups. Everything here comes from worker threads and holds the file's lock for a short time; it raises
+    OSError (TimeoutError included) or ConnectorError where the index cannot be used. grow(first_slot, end_slot) allocates the
+    slots' place on the medium, grow_step of them where possible, and raises OSError when it cannot.
+    """
+
+    def __init__(
+        self,
+        file: IndexFile,
+        lease_number: int,
+        is_lease_alive: Callable[[int], bool],
+        grow: Callable[[int, int], None],
+        grow_step: int,
+    ) -> None:
+        """The caller holds the lock under which processes join, and took `lease_number` from take_lease_number."""
+        self.file = file
+        self.num_evictions = 0
+        self.num_failed_growths = 0
+        self._lease_number = lease_number
+        self._is_lease_alive = is_lease_alive
+        self._grow_medium = grow
+        self._grow_step = grow_step
+        self._mutex = threading.RLock()
+        self._is_closed = False
+        self._own_writing: set[int] = set()
+        self._to_release: set[int] = set()
+        self._free_hints: deque[int] = deque()
+        self._num_frees_scanned = -1
+        self._victims: deque[tuple[int, int]] = deque()
+        with file.locked():
+            self.mirror = IndexMirror(file)
+
+    @property
+    def num_writing(self) -> int:
+        """Slots that this process is filling."""
+        return len(self._own_writing)
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+    def reserve(self, block_hashes: Sequence[bytes], ancestors: Sequence[bytes]) -> Reservation:
+        """Get slots for the blocks that are not stored yet, evicting the least recently used, as far as there is room.
+
+        Neither blocks of the same prefix (ancestors and block_hashes themselves) nor slots in WRITING are evicted. Every new slot
+        must end in publish or release.
+        """
+        with self._changing():
+            missing: dict[bytes, int] = {}
+            for position, name in enumerate(block_hashes):
+                if name not in self.mirror:
+                    missing.setdefault(name, position)
+            protected = set(self.mirror.slots_of(block_hashes)) | set(self.mirror.slots_of(ancestors))
+            slots = self._take_slots(len(missing), protected)
+            self._write_records(slots, SlotState.WRITING, list(missing)[: len(slots)])
+            self._own_writing.update(slots)
+        positions = list(missing.values())
+        num_covered = positions[len(slots)] if len(slots) < len(positions) else len(block_hashes)
+        return Reservation(num_covered=num_covered, new_slots=dict(zip(positions, slots, strict=False)))
+
+    def publish(self, written: dict[bytes, int], chain: Sequence[bytes]) -> None:
+        """Make written slots (by block hash) visible and touch `chain`, given first block to last.
+
+        A block that another saver published meanwhile keeps that one's slot, and ours becomes free.
+        """
+        with self._changing():
+            ours = {name: slot for name, slot in written.items() if self._is_ours(slot)}
+            losers = [slot for name, slot in ours.items() if name in self.mirror]
+            winners = {name: slot for name, slot in ours.items() if name not in self.mirror}
+            self._write_records(list(winners.values()), SlotState.STORED, list(winners))
+            self._free(losers)
+            self.mirror.refresh()
+            self._touch(chain)
+        self._own_writing.difference_update(written.values())
+
+    def unpublished(self, slots: Iterable[int]) -> list[int]:
+        """Those of our new slots that await publish or release."""
+        return [slot for slot in slots if slot in self._own_writing and slot not in self._to_release]
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Give back slots in WRITING that will not be filled, now or with the next change."""
+        self._to_release.update(slots)
+        with self._changing():  # frees them; where the lock cannot be had now, whoever has it next does
+            pass
+
+    # -- loading -------------------------------------------------------------------------------------------------------
+    def forget(self, sequence_by_slot: dict[int, int]) -> None:
+        """Free slots whose bytes turned out to be bad, unless they changed since these sequence numbers were read."""
+        with self._changing():
+            sequences = self.file.records[:, SEQUENCE]
+            self._free([slot for slot, sequence in sequence_by_slot.items() if int(sequences[slot]) == sequence])
+
+    def touch(self, chain: Sequence[bytes]) -> None:
+        """Mark blocks as just used, given first to last: tail first, head last, so that parents outlive children."""
+        with self._changing():
+            self._touch(chain)
+
+    # -- upkeep --------------------------------------------------------------------------------------------------------
+    def recover(self, is_alone: bool) -> None:
+        """Take back what dead processes left; is_alone: nobody else has the index open, and it may be torn by a power failure."""
+        with self._changing():
+            if is_alone:
+                self._repair()
+            self._reclaim_dead_writers()
+
+    def grow_ahead(self) -> bool:
+        """Allocate the next piece of the medium; True while there is more to do."""
+        with self._changing():
+            return self._grow(1) and self.file.num_ready_slots < self.file.num_slots
+
+    def close(self) -> None:
+        """Free what this process was writing and refuse further changes. Safe to repeat."""
+        if self._is_closed:
+            return
+        try:
+            if self._own_writing:
+                self.release(list(self._own_writing))
+        except (OSError, ConnectorError) as error:  # others take the slots back once the lease is gone
+            logger.warning("slots in writing are left to be reclaimed: %s", str(error))
+        self._is_closed = True
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock, with an up-to-date mirror. An exception in it, or the process' death, makes the next holder repair."""
+        with self._mutex:
+            if self._is_closed:
+                raise ConnectorError("the store is closed")
+            with self.file.locked():
+                if not self.file.is_intact():
+                    raise ConnectorError(f"{self.file.path} was removed or cut")
+                if self.file.is_changing:
+                    self._repair()
+                self.file.is_changing = 1
+                self._free([slot for slot in self._to_release if self._is_ours(slot)])
+                self._own_writing.difference_update(self._to_release)
+                self._to_release.clear()
+                self.mirror.refresh()
+                yield
+                self.mirror.refresh()
+                self.file.is_changing = 0
+
+    def _repair(self) -> None:
+        """Drop torn records and announce changes whose writer died before it did."""
+        records = self.file.records
+        torn: list[int] = []
+        highest = highest_tick = 0
+        for start in range(0, self.file.num_slots, _REPAIR_RECORDS):
+            part = records[start : start + _REPAIR_RECORDS].copy()
+            is_valid = record_checksums(part) == part[:, CHECKSUM]
+            torn.extend((np.flatnonzero(~is_valid) + start).tolist())
+            highest = max(highest, int(part[is_valid, SEQUENCE].max(initial=0)))
+            highest_tick = max(highest_tick, int(part[:, LAST_USE].max(initial=0)))
+        # A jump of the counter past the ring sends every mirror through a full scan.
+        self.file.change_counter = max(highest, self.file.change_counter) + NUM_RECENT_CHANGES + 1
+        self.file.tick = max(highest_tick, self.file.tick)
+        self.file.num_frees += 1
+        self._write_records(torn, SlotState.FREE, [_NO_HASH] * len(torn))
+        if torn:
+            logger.info("repaired the slot index: %d torn records", len(torn))
+
+    def _write_records(self, slots: Sequence[int], state: SlotState, block_hashes: Sequence[bytes]) -> None:
+        """Give slots a new state. Order matters for readers without the lock: records, then the ring, then the counter."""
+        if not slots:
+            return
+        where = np.asarray(slots, dtype=np.int64)
+        sequences = np.arange(1, len(slots) + 1, dtype=np.uint64) + np.uint64(self.file.change_counter)
+        records: Words = np.zeros((len(slots), 8), dtype=np.uint64)
+        records[:, STATE_AND_OWNER] = state if state is not SlotState.WRITING else state | self._lease_number << 32
+        records[:, HASH_LOW : HASH_HIGH + 1] = np.frombuffer(b"".join(block_hashes), dtype=np.uint64).reshape(-1, 2)
+        records[:, SEQUENCE] = sequences
+        records[:, LAST_USE] = self.file.records[where, LAST_USE]
+        records[:, CHECKSUM] = record_checksums(records)
+        self.file.records[where] = records
+        self.file.recent_changes[(sequences % np.uint64(NUM_RECENT_CHANGES)).astype(np.int64)] = where
+        self.file.change_counter += len(slots)
+
+    def _free(self, slots: Sequence[int]) -> None:
+        if not slots:
+            return
+        self.file.num_frees += 1  # before the records, so that a death in between loses no slot
+        self._write_records(slots, SlotState.FREE, [_NO_HASH] * len(slots))
+
+    def _is_ours(self, slot: int) -> bool:
+        return int(self.file.records[slot, STATE_AND_OWNER]) == SlotState.WRITING | self._lease_number << 32
+
+    def _touch(self, chain: Sequence[bytes]) -> None:
+        slots = self.mirror.slots_of(chain)
+        newest = self.file.tick + len(slots)
+        ticks = np.arange(newest, newest - len(slots), -1).astype(np.uint64)
+        self.file.records[np.asarray(slots, dtype=np.int64), LAST_USE] = ticks
+        self.file.tick = newest
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+    def _take_slots(self, num_wanted: int, protected: set[int]) -> list[int]:
+        """Up to num_wanted slots: free ones, else by growing, else slots of dead writers, else the least recently used."""
+        taken: set[int] = set()
+        self._take_free(num_wanted, taken)
+        while len(taken) < num_wanted and self._grow(num_wanted - len(taken)):
+            self._take_free(num_wanted, taken)
+        if len(taken) < num_wanted and not self._victims and self._reclaim_dead_writers():  # one scan per batch of victims
+            self._take_free(num_wanted, taken)
+        self._evict(num_wanted, taken, protected)
+        return sorted(taken)  # neighbours for one I/O
+
+    def _take_free(self, num_wanted: int, taken: set[int]) -> None:
+        while len(taken) < num_wanted:
+            if not self._free_hints:
+                if self._num_frees_scanned == self.file.num_frees:
+                    break
+                self._num_frees_scanned = self.file.num_frees
+                self._free_hints.extend(self._slots_in(SlotState.FREE, self.file.num_ready_slots).tolist())
+                continue
+            slot = self._free_hints.popleft()
+            if int(self.file.records[slot, STATE_AND_OWNER]) == SlotState.FREE:  # another process may have been faster
+                taken.add(slot)  # a set: what was taken just now is still marked FREE, and a scan finds it again
+
+    def _slots_in(self, state: SlotState, num_slots: int) -> npt.NDArray[np.int64]:
+        states = self.file.records[:num_slots, STATE_AND_OWNER] & np.uint64(0xFFFFFFFF)
+        return np.flatnonzero(states == state)
+
+    def _grow(self, num_needed: int) -> bool:
+        first, num_left = self.file.num_ready_slots, self.file.num_slots - self.file.num_ready_slots
+        if num_left == 0:
+            return False
+        wanted = min(max(self._grow_step, num_needed), num_left)
+        for step in sorted({wanted, max(1, wanted // 8), 1}, reverse=True):  # a nearly full disk may have room for less
+            try:
+                self._grow_medium(first, first + step)
+            except OSError as error:
+                reason = str(error)
+            else:
+                self.file.num_ready_slots = first + step
+                self.file.num_frees += 1
+                return True
+        self.num_failed_growths += 1
+        if self.num_failed_growths == 1:
+            logger.warning("the store stays at %d of %d slots for now: %s", first, self.file.num_slots, reason)
+        return False
+
+    def _reclaim_dead_writers(self) -> bool:
+        writing = self._slots_in(SlotState.WRITING, self.file.num_slots)
+        owners = (self.file.records[writing, STATE_AND_OWNER] >> np.uint64(32)).astype(np.int64)
+        is_dead_by_owner = {owner: not self._is_lease_alive(owner) for owner in set(owners.tolist())}
+        dead = [slot for slot, owner in zip(writing.tolist(), owners.tolist(), strict=True) if is_dead_by_owner[owner]]
+        if dead:
+            logger.info("reclaimed %d slots of writers that died", len(dead))
+            self._free(dead)
+        return bool(dead)
+
+    def _evict(self, num_wanted: int, taken: set[int], protected: set[int]) -> None:
+        """Add the least recently used stored slots to taken.
+
+        Candidates of an earlier scan stay exact: whatever was touched or stored since comes after all of them.
+        """
+        num_before = len(taken)
+        has_scanned = False
+        while len(taken) < num_wanted:
+            if not self._victims:
+                if has_scanned:
+                    break
+                has_scanned = True
+                self._find_victims(num_wanted + len(protected) + min(_VICTIM_BATCH, self.file.num_slots // 8))
+                continue
+            slot, tick = self._victims.popleft()
+            record = self.file.records[slot]
+            is_unchanged = int(record[STATE_AND_OWNER]) == SlotState.STORED and int(record[LAST_USE]) == tick
+            if is_unchanged and slot not in protected:
+                taken.add(slot)
+        self.num_evictions += len(taken) - num_before
+
+    def _find_victims(self, num_wanted: int) -> None:
+        stored = self._slots_in(SlotState.STORED, self.file.num_slots)
+        ticks = self.file.records[stored, LAST_USE]
+        if num_wanted < len(stored):
+            oldest = np.argpartition(ticks, num_wanted)[:num_wanted]
+            stored, ticks = stored[oldest], ticks[oldest]
+        order = np.argsort(ticks, kind="stable")
+        self._victims.extend(zip(stored[order].tolist(), ticks[order].tolist(), strict=True))
+
+
+def take_lease_number(file: IndexFile) -> int:
+    """A number that no process of this index has had. The caller holds the lock under which processes join. Raises OSError."""
+    with file.locked():
+        file.next_lease += 1
+        return file.next_lease

@@ -1,0 +1,87 @@
+"""An open store of equal slots, and the medium under it: what shm and nvme have to supply.
+
+A slot is one header page and the block's stride, so that direct I/O can move both straight between medium and pool.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from connectors.index_file import RECORD_BYTES, index_bytes
+from connectors.slot_index import SlotIndex
+from core.kv.layout import PAGE_BYTES, KVLayout
+
+HEADER_PAGE_BYTES = PAGE_BYTES
+
+
+def slot_bytes(layout: KVLayout) -> int:
+    """Bytes of one slot on the medium."""
+    return HEADER_PAGE_BYTES + layout.block_stride_bytes
+
+
+def num_slots_within(capacity_bytes: int, layout: KVLayout) -> int:
+    """How many slots, with their index, fit into a capacity; 0 when none does."""
+    return max(0, (capacity_bytes - index_bytes(0)) // (slot_bytes(layout) + RECORD_BYTES))
+
+
+class SlotMedium(ABC):
+    """Slots by number, on memory or disk. Called by several threads at once, for different slots.
+
+    Blocks are views of the pool, one block stride each. Every method may raise OSError.
+    """
+
+    needs_neighbours: bool  # slots of one read() or write() must follow one another
+
+    @abstractmethod
+    def read(self, slots: Sequence[int], blocks: Sequence[memoryview]) -> list[bytes]:
+        """Copy slots into blocks and return the blocks' headers; fewer where the medium ends before them. Nothing is verified."""
+
+    @abstractmethod
+    def write(self, slots: Sequence[int], headers: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
+        """Copy headers and blocks into slots."""
+
+    @abstractmethod
+    def grow(self, first_slot: int, end_slot: int) -> None:
+        """Allocate the place of these slots."""
+
+    @abstractmethod
+    def is_intact(self) -> bool:
+        """Whether the medium still is where its name says, and safe to touch. Does not raise."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of descriptors and mappings. No call is under way."""
+
+    def prepare(self, num_ready_slots: int) -> bool:
+        """Work ahead while idle, such as touching memory once; True while there is more to do."""
+        return False
+
+
+class SlotStore:
+    """Index and medium of one open store. `leave` gives up the lease and whatever goes with the last user."""
+
+    def __init__(self, index: SlotIndex, medium: SlotMedium, leave: Callable[[], None]) -> None:
+        self.index = index
+        self.medium = medium
+        self._leave = leave
+        self.num_users = 0
+        self.is_retired = False
+
+    def is_intact(self) -> bool:
+        """Whether index and medium can be used. Does not raise."""
+        return self.index.file.is_intact() and self.medium.is_intact()
+
+    def abandon(self) -> None:
+        """Release slots and lease, but leave descriptors and mappings to a thread that hangs in them. Raises OSError."""
+        self.index.close()
+        self._leave()
+
+    def close(self) -> None:
+        """Release slots, lease, descriptors. Called once, when nobody uses the store. Raises OSError."""
+        self.index.close()
+        self.medium.close()
+        try:
+            self._leave()
+        finally:
+            self.index.file.close()

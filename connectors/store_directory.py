@@ -1,0 +1,119 @@
+"""Joining and leaving a store's directory: its index is opened, created, resized or replaced, and a lease taken.
+
+<root>/lock                      held by whoever joins, leaves or cleans up
+<root>/<store>/index, segment    the blocks
+<root>/<store>/lease-N           one per user of the store, locked while its process lives
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from connectors.file_lock import Lease, has_live_lease, is_lease_alive, locked_directory, remove_if_empty
+from connectors.index_file import IndexFile, create_index_file, resize_index_file
+from connectors.slot_index import SlotIndex, take_lease_number
+from connectors.slot_store import SlotMedium, SlotStore, num_slots_within, slot_bytes
+from core.errors import ConfigError, ConnectorError
+from core.kv.layout import KVLayout
+
+logger = logging.getLogger(__name__)
+
+_INDEX_NAME = "index"
+_SEGMENT_NAME = "segment"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What a medium is opened from. is_alone: nobody else uses the store now. is_new: it was just created."""
+
+    path: Path
+    index_file: IndexFile
+    layout: KVLayout
+    is_alone: bool
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDirectory:
+    """The place of one store. is_removed_when_unused: the last user takes store and root away."""
+
+    root: Path
+    name: str
+    layout: KVLayout
+    is_removed_when_unused: bool
+
+    @property
+    def path(self) -> Path:
+        """The store's own directory."""
+        return self.root / self.name
+
+    def open(self, capacity_bytes: int, open_medium: Callable[[Segment], SlotMedium], grow_bytes: int) -> SlotStore:
+        """Join the store, or create it. The caller holds the root's lock.
+
+        A store in use keeps its capacity; an idle one takes ours. A damaged index is replaced: its blocks are lost, which costs
+        misses. Raises OSError, ConnectorError, or ConfigError for a capacity below one block.
+        """
+        num_slots = num_slots_within(capacity_bytes, self.layout)
+        if num_slots < 1:
+            needed = f"room for a block of {slot_bytes(self.layout)} bytes and its index"
+            raise ConfigError("connector.options.capacity_bytes", capacity_bytes, needed)
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        is_alone = not has_live_lease(self.path)
+        file, is_new = self._open_index(num_slots, is_alone)
+        if file.num_slots != num_slots:
+            logger.info("the store in %s is in use with %d blocks; our %d are ignored", self.path, file.num_slots, num_slots)
+        lease = None
+        try:
+            lease = Lease(self.path, take_lease_number(file))
+            medium = open_medium(Segment(self.path / _SEGMENT_NAME, file, self.layout, is_alone, is_new))
+            grow_step = max(1, grow_bytes // slot_bytes(self.layout))
+            index = SlotIndex(file, lease.number, lambda number: is_lease_alive(self.path, number), medium.grow, grow_step)
+            index.recover(is_alone)
+        except BaseException:
+            if lease is not None:
+                lease.release()
+            file.close()
+            raise
+        return SlotStore(index, medium, lambda: self._leave(lease))
+
+    def _open_index(self, num_slots: int, is_alone: bool) -> tuple[IndexFile, bool]:
+        path = self.path / _INDEX_NAME
+        try:
+            file = IndexFile(path, self.layout.fingerprint, slot_bytes(self.layout))
+            if is_alone and file.num_slots != num_slots:
+                file.close()
+                resize_index_file(path, num_slots)
+                file = IndexFile(path, self.layout.fingerprint, slot_bytes(self.layout))
+            return file, False
+        except FileNotFoundError:
+            pass
+        except ConnectorError as error:
+            logger.warning("the store in %s starts empty: %s", self.path, str(error))
+        for name in (_INDEX_NAME, _SEGMENT_NAME):  # whoever still has them open sees that they were removed, and joins again
+            (self.path / name).unlink(missing_ok=True)
+        create_index_file(path, self.layout.fingerprint, num_slots, slot_bytes(self.layout))
+        return IndexFile(path, self.layout.fingerprint, slot_bytes(self.layout)), True
+
+    def _leave(self, lease: Lease) -> None:
+        """Give up the lease, and what goes with the last one. Raises OSError; the lease is gone anyway."""
+        try:
+            with locked_directory(self.root):
+                lease.release()
+                has_live_lease(self.path)  # sweeps up the leases of processes that were killed
+                if self.is_removed_when_unused:
+                    remove_dead_stores(self.root)
+                    remove_if_empty(self.root)
+        finally:
+            lease.release()
+
+
+def remove_dead_stores(root: Path) -> None:
+    """Delete every store under root that nobody uses. The caller holds root's lock."""
+    for directory in root.iterdir():
+        if directory.is_dir() and not has_live_lease(directory):
+            logger.info("removed %s: nobody uses it", directory)
+            shutil.rmtree(directory, ignore_errors=True)
