@@ -43,7 +43,7 @@ class DamageContract:
             assert node.load(hashes).num_blocks_ok > num_known
         assert node.load(hashes).outcome is TransferOutcome.OK
 
-    def test_damage_while_nobody_has_the_store_open_is_a_miss(self, harness: ConnectorHarness) -> None:
+    def test_damage_to_a_persistent_store_while_nobody_has_it_open_is_a_miss(self, harness: ConnectorHarness) -> None:
         if not harness.is_persistent:
             pytest.skip("this store ends with its last user")
         node, hashes = self._saved(harness)

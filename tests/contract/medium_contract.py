@@ -11,7 +11,9 @@ from tests.contract.node import chain
 
 
 class MediumContract:
-    def test_full_medium_keeps_what_fits_and_goes_on_when_there_is_room(self, harness: ConnectorHarness) -> None:
+    def test_full_medium_where_it_can_be_filled_keeps_what_fits_and_goes_on_when_there_is_room(
+        self, harness: ConnectorHarness
+    ) -> None:
         with harness.full_medium() as (options, make_room):
             node = harness.open_node_with(options)
             for seed in range(20):
@@ -28,7 +30,7 @@ class MediumContract:
             assert node.stats().num_open_references == 0
             harness.close_nodes()
 
-    def test_file_size_limit_costs_blocks_and_nothing_else(self, harness: ConnectorHarness) -> None:
+    def test_file_size_limit_of_a_store_with_files_costs_blocks_and_nothing_else(self, harness: ConnectorHarness) -> None:
         if not harness.max_file_bytes:
             pytest.skip("this store has no files")
         peer = harness.open_peer(num_blocks=512, max_file_bytes=harness.max_file_bytes)
@@ -63,7 +65,7 @@ class MediumContract:
         assert peer.ask("load", seed=2, num_blocks=8) == [8, "ok"]
         peer.ask("close")
 
-    def test_damaged_index_starts_an_empty_store(self, harness: ConnectorHarness) -> None:
+    def test_damaged_index_of_a_persistent_store_starts_an_empty_store(self, harness: ConnectorHarness) -> None:
         if not harness.is_persistent:
             pytest.skip("this store ends with its last user")
         node = harness.open_node()
