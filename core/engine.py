@@ -184,7 +184,7 @@ class EngineCore:
         return output
 
     def _execute(self, plan: StepPlan, output: StepOutput) -> StepResult | None:
-        """The one broad except of an engine's process: a step that the model cannot compute fails its requests, not the engine."""
+        """The process's one broad except: a step that the model cannot compute fails its requests, not the engine."""
         try:
             return self._runner.execute(plan)
         except AssertionError:

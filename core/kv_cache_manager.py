@@ -31,6 +31,12 @@ class KVCacheManager:
         self.extend_hashes(request)
         return self.pool.find_longest_prefix(request.block_hashes, self.max_hit_blocks(request))
 
+    def next_hit_hash(self, request: Request, num_hit_blocks: int) -> bytes | None:
+        """The first block that a further hit would have to cover; None when a hit cannot go further."""
+        if num_hit_blocks >= self.max_hit_blocks(request) or not (self.enable_prefix_caching and request.may_hit):
+            return None
+        return request.block_hashes[num_hit_blocks]
+
     def max_hit_blocks(self, request: Request) -> int:
         """Full blocks that a hit may cover."""
         return (len(request.token_ids) - 1) // self.block_size

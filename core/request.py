@@ -75,6 +75,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     num_committed_blocks: int = 0
     num_saved_blocks: int = 0
+    announced_hash: bytes | None = None  # the block that others wait for this request to fill
 
     num_loaded_tokens: int = 0  # brought by transfers for this request, whether or not still in our blocks
     num_loads: int = 0

@@ -49,6 +49,7 @@ class Scheduler:
         self._num_undecided = 0
         self._next_arrival_index = 0
         self._next_step_id = 0
+        self._computing: dict[bytes, str] = {}  # next block that a running request fills -> request_id, while in its known tokens
         self._finished_request_ids: list[str] = []  # since the last plan, for the runner
         self._num_common_prefix_blocks = 0
         self._is_batch_changed = True
@@ -183,6 +184,7 @@ class Scheduler:
             if request.num_computed_tokens - request.num_committed_blocks * block_size >= block_size:
                 self._kv.commit(request)
                 self._save_committed(request)
+                self._announce_next_block(request)
             if not sampled:
                 continue
             num_generated += len(sampled)
@@ -241,7 +243,10 @@ class Scheduler:
         """Try to start a waiting request with at most `limit` tokens in this step: (what became of it, tokens scheduled)."""
         kv = self._kv
         hit_block_ids = kv.find_local_hit(request)
-        admission = self._try_start_load(request, hit_block_ids)
+        next_hash = kv.next_hit_hash(request, len(hit_block_ids))
+        if next_hash in self._computing:  # a later step finds it as a hit
+            return _Admission.UNDECIDED, 0
+        admission = self._try_start_load(request, hit_block_ids, next_hash)
         if admission is not None:
             return admission, 0
         num_known = request.num_tokens_with_spec
@@ -257,6 +262,7 @@ class Scheduler:
         self.running.append(request)
         self._is_batch_changed = True
         request.num_computed_tokens = num_hit_tokens
+        self._announce_next_block(request)
         request.num_saved_blocks = len(hit_block_ids)
         if hit_block_ids and request.stage is RequestStage.PREFILL:
             # Hits were saved when they were computed, but the store may have evicted them since: a handoff needs all.
@@ -266,22 +272,21 @@ class Scheduler:
             output.num_cached_tokens[request.request_id] = num_hit_tokens
         return _Admission.ADMITTED, num_tokens
 
-    def _try_start_load(self, request: Request, hit_block_ids: list[int]) -> _Admission | None:
+    def _try_start_load(self, request: Request, hit_block_ids: list[int], next_hash: bytes | None) -> _Admission | None:
         """Step aside for a load when the store has more of the prefix than we do; None: go on with what is here.
 
         The request holds no blocks while it waits: the transfer does, and leaves them as prefix hits. So a load can never block
         another one for ever; and it only starts when the whole prompt would fit now, so that it is not evicted before it is used.
         """
         kv, ledger = self._kv, self._ledger
-        num_local = len(hit_block_ids)
-        max_hit = kv.max_hit_blocks(request)
-        if not (request.may_load and request.may_hit and kv.enable_prefix_caching) or num_local >= max_hit:
+        if next_hash is None or not request.may_load:
             return None
-        transfer_id = ledger.loading_transfer_id(request.block_hashes[num_local])
+        num_local = len(hit_block_ids)
+        transfer_id = ledger.loading_transfer_id(next_hash)
         if transfer_id is not None:  # single flight
             self._wait_for_transfer(request, transfer_id)
             return _Admission.LOADING
-        hashes = request.block_hashes[:max_hit]
+        hashes = request.block_hashes[: kv.max_hit_blocks(request)]
         num_external = ledger.num_external_blocks(request.request_id, hashes, num_local)
         if num_external is None:
             now_s = self._clock.now_s()
@@ -309,6 +314,23 @@ class Scheduler:
         request.num_loads += 1
         self._wait_for_transfer(request, transfer_id)
         return _Admission.LOADING
+
+    def _announce_next_block(self, request: Request) -> None:
+        """Say which known block a running request fills next, so that others with the same prefix wait for it as for a load.
+
+        Requests that share a prompt (n > 1, a common system prompt) would otherwise all compute it when they come together.
+        """
+        self._withdraw_announcement(request)
+        index = request.num_committed_blocks
+        if index < len(request.block_hashes) and self._kv.enable_prefix_caching:
+            block_hash = request.block_hashes[index]
+            if self._computing.setdefault(block_hash, request.request_id) == request.request_id:
+                request.announced_hash = block_hash
+
+    def _withdraw_announcement(self, request: Request) -> None:
+        if request.announced_hash is not None:
+            del self._computing[request.announced_hash]
+            request.announced_hash = None
 
     def _wait_for_transfer(self, request: Request, transfer_id: int) -> None:
         transition(request, RequestStatus.LOADING)
@@ -344,6 +366,7 @@ class Scheduler:
         """Take a running request's blocks; it starts over from what the prefix cache then still has."""
         self.running.remove(request)
         self._kv.release(request)
+        self._withdraw_announcement(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.prompt_logprobs = []
@@ -380,6 +403,7 @@ class Scheduler:
             self._is_batch_changed = True
             self._finished_request_ids.append(request.request_id)
         self._kv.release(request)
+        self._withdraw_announcement(request)
         del self.requests[request.request_id]
         counts = self._stats.requests_finished
         counts[reason.value] = counts.get(reason.value, 0) + 1

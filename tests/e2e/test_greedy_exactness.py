@@ -17,8 +17,13 @@ NUM_PREFILL_HIT_TOKENS = sum((length - 1) // BLOCK_SIZE * BLOCK_SIZE for length 
 NUM_DECODE_HIT_TOKENS = sum(length // BLOCK_SIZE * BLOCK_SIZE for length in HANDED_OVER)
 
 
-def cluster_spec(dtype: str, **keywords: Any) -> ClusterSpec:
-    engine = {"kv_pool_mib": 700, "max_num_batched_tokens": 512, "kv_load_policy": "always"}  # so that hits can be counted
+def cluster_spec(dtype: str, *, num_threads: int = 1, **keywords: Any) -> ClusterSpec:
+    engine = {
+        "kv_pool_mib": 700,
+        "num_threads": num_threads,
+        "max_num_batched_tokens": 512,
+        "kv_load_policy": "always",
+    }  # so that hits can be counted
     return ClusterSpec(model=MODEL, dtype=dtype, engine=engine, **keywords)
 
 
@@ -47,7 +52,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def expected(dtype: str) -> list[list[int]]:
     """kvrelay's own tokens, monolithic and without a store, three requests at a time."""
-    with Cluster(cluster_spec(dtype, prefill=0, decode=1, connector="none")) as cluster:
+    with Cluster(cluster_spec(dtype, num_threads=2, prefill=0, decode=1, connector="none")) as cluster:
         return ask_all(cluster, max_concurrent=3)
 
 

@@ -51,7 +51,9 @@ def _ask(spec: ClusterSpec) -> tuple[list[list[int]], float]:
 
 @pytest.mark.timeout(900)
 def test_two_hundred_requests_in_a_tiny_pool_are_preempted_and_all_right() -> None:
-    large = ClusterSpec(model=MODEL, prefill=0, decode=1, dtype="bfloat16", connector="none", engine={"kv_pool_mib": 1500})
+    large = ClusterSpec(
+        model=MODEL, prefill=0, decode=1, dtype="bfloat16", connector="none", engine={"kv_pool_mib": 1500, "num_threads": 2}
+    )
     expected, num_preemptions = _ask(large)
     assert num_preemptions == 0
     small = ClusterSpec(

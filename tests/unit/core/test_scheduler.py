@@ -217,6 +217,32 @@ class TestPrefixCache:
         assert [bench.engine._pool.ref_count(block_id) for block_id in r1.block_ids] == [2, 2, 2, 1]
         assert bench.last_plan.num_common_prefix_blocks == 3
 
+    def test_admit_same_prompt_together_is_computed_once(self) -> None:
+        bench = EngineBench(num_blocks=64, block_size=4, max_num_batched_tokens=24)
+        prompt = unique_prompt(1, 41)
+        for name in "abcd":
+            bench.add(name, prompt, max_tokens=3)
+        bench.add("other", unique_prompt(2, 4), max_tokens=1)
+        bench.step()
+        assert list(scheduled(bench)) == ["a"], "the first takes the whole budget"
+        bench.step()
+        assert scheduled(bench) == {"a": 17, "other": 4}, "who waits for a's blocks does not hold up the others"
+        bench.run()
+        assert all(bench.tokens[name] == oracle_tokens(prompt, 3) for name in "abcd")
+        assert bench.num_cached_tokens == {"a": 0, "b": 40, "c": 40, "d": 40, "other": 0}
+
+    def test_admit_waits_for_a_prefix_whose_request_is_aborted_then_computes_it(self) -> None:
+        bench = EngineBench(num_blocks=64, block_size=4, max_num_batched_tokens=16)
+        prompt = unique_prompt(1, 41)
+        for name in "ab":
+            bench.add(name, prompt, max_tokens=3)
+        bench.step()
+        bench.engine.abort_request("a")
+        bench.run()
+        assert bench.tokens["b"] == oracle_tokens(prompt, 3)
+        assert bench.num_cached_tokens["b"] == 16, "what a had finished is a hit"
+        bench.assert_nothing_leaked()
+
     def test_admit_fully_cached_prompt_computes_its_last_block(self) -> None:
         bench = EngineBench(num_blocks=10, block_size=16)
         prompt = unique_prompt(1, 48)
