@@ -21,7 +21,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog. The dog, who had been asl
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(ClusterSpec(model=MODEL, prefill=1, decode=1, dtype="float32")) as running:
+    with Cluster(ClusterSpec(model=MODEL, prefill=1, decode=1, dtype="float32", engine={"kv_pool_mib": 400})) as running:
         yield running
 
 
