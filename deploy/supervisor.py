@@ -75,8 +75,8 @@ class Supervisor:
 
     def __enter__(self) -> Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup, or a shell's background job: the caller has decided that this signal is not for us
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup. SIGINT counts even where a script's shell ignores it for background jobs: `kill -INT` is meant
             self._previous_handlers[number] = signal.signal(number, self._count_signal)
         return self
 
