@@ -1,0 +1,141 @@
+"""What a node does with a command and a step, without threads, sockets or time of its own: the real process and simulation share it.
+
+Commands come in as wire messages; answers are returned as wire messages.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass
+
+from core.engine import EngineCore
+from core.engine_model import EngineModel
+from core.errors import InvalidInputError, OverloadedError
+from core.request import RequestStage
+from core.step_output import StepOutput
+from core.wire import messages
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """Who a node is: generation differs for every start of its process."""
+
+    node_id: str
+    role: str
+    generation: int
+
+
+class NodeCore:
+    """One node's engine and its conversation with the router. Step thread only."""
+
+    def __init__(self, identity: NodeIdentity, engine: EngineCore) -> None:
+        self.identity = identity
+        self.engine = engine
+        self.is_draining = False
+
+    def handle(self, command: messages.RouterMessage) -> list[messages.NodeMessage]:
+        """Carry out one command; returns what is to be answered at once."""
+        if isinstance(command, messages.Generate):
+            return self._generate(command)
+        if isinstance(command, messages.Abort):
+            for request_id in command.request_ids:
+                self.engine.abort_request(request_id)
+        elif isinstance(command, messages.AuditRequest):
+            audit = self.engine.audit()
+            node_id = self.identity.node_id
+            return [messages.AuditReply(audit_id=command.audit_id, node_id=node_id, counts=audit.counts, problems=audit.problems)]
+        elif isinstance(command, messages.Drain):
+            self.is_draining = True
+        elif isinstance(command, messages.RegisterAgain):
+            _logger.warning("the router does not know this node: dropping all requests and registering again")
+            self.engine.abort_all()
+        return []
+
+    def step(self) -> tuple[list[messages.NodeMessage], int]:
+        """One engine step: its news, and how many tokens it computed (0: only transfers can bring more)."""
+        output = self.engine.step()
+        updates = updates_from_output(output)
+        return ([messages.Updates(updates)] if updates else []), output.num_tokens
+
+    def heartbeat(self) -> messages.Heartbeat:
+        """Load and stats of this moment; a copy, so that another thread may send it."""
+        self.engine.record_store_stats()
+        stats = copy.deepcopy(self.engine.stats)
+        return messages.Heartbeat(
+            node_id=self.identity.node_id,
+            generation=self.identity.generation,
+            load=messages.NodeLoad(
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                num_waiting_tokens=self.engine.num_waiting_tokens(),
+                kv_usage=stats.kv_usage_ratio,
+            ),
+            stats=stats,
+            is_draining=self.is_draining,
+        )
+
+    def _generate(self, command: messages.Generate) -> list[messages.NodeMessage]:
+        if self.is_draining:
+            return [_refusal(command.request_id, "this node is draining")]
+        try:
+            self.engine.add_request(
+                command.request_id,
+                command.prompt_token_ids,
+                command.output_token_ids,
+                command.sampling,
+                stage=RequestStage(command.stage),
+                priority=command.priority,
+                cache_salt=command.cache_salt,
+                time_left_s=command.time_left_s,
+            )
+        except (InvalidInputError, OverloadedError, ValueError) as error:
+            return [_refusal(command.request_id, str(error))]
+        return []
+
+
+def model_info(name: str, model: EngineModel) -> messages.ModelInfo:
+    """What a node tells the router about its model."""
+    return messages.ModelInfo(
+        model_name=name,
+        model_fingerprint=model.namespace.model_fingerprint,
+        layout_fingerprint=model.layout.fingerprint,
+        block_size=model.layout.block_size,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        dtype=model.layout.dtype,
+    )
+
+
+def _refusal(request_id: str, error: str) -> messages.Updates:
+    return messages.Updates((messages.RequestUpdate(request_id, finish_reason="error", error=error),))
+
+
+def updates_from_output(output: StepOutput) -> tuple[messages.RequestUpdate, ...]:
+    """A step's news as wire messages, one per request that has any."""
+    request_ids = dict.fromkeys(
+        (*output.new_token_ids, *output.finished, *output.num_cached_tokens, *output.prompt_logprobs, *output.prefill_done)
+    )
+    prefill_done = set(output.prefill_done)
+    return tuple(_update_of(request_id, output, request_id in prefill_done) for request_id in request_ids)
+
+
+def _update_of(request_id: str, output: StepOutput, is_prefill_done: bool) -> messages.RequestUpdate:
+    token_ids = output.new_token_ids.get(request_id, ())
+    finished = output.finished.get(request_id)
+    logprobs = output.logprobs.get(request_id)
+    prompt_logprobs = output.prompt_logprobs.get(request_id)
+    return messages.RequestUpdate(
+        request_id=request_id,
+        first_index=output.first_index.get(request_id, 0),
+        token_ids=tuple(token_ids),
+        finish_reason=finished.reason.value if finished else "",
+        stop_token_id=finished.stop_token_id if finished else None,
+        error=finished.error if finished else "",
+        is_prefill_done=is_prefill_done,
+        num_cached_tokens=output.num_cached_tokens.get(request_id, 0),
+        logprobs=tuple(logprobs[: len(token_ids)]) if logprobs is not None else None,
+        prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs is not None else None,
+    )
