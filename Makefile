@@ -10,8 +10,9 @@ CHECKED_ROOMS := core connectors router prefill_node decode_node deploy
 # `make serve ARGS="--decode 2"`, `make test ARGS="-k hashing"`, `make bench ARGS="--rate 4"`
 ARGS ?=
 URL ?= http://127.0.0.1:8000
+SEEDS ?= 0:300
 
-.PHONY: help serve test check format bench clean
+.PHONY: help serve test check format sim bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -33,6 +34,9 @@ check: $(VENV)/.installed-dev  ## ruff, mypy strict, and the direction of import
 format: $(VENV)/.installed-dev  ## ruff format and the fixes that ruff can do itself
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+sim: $(VENV)/.installed-dev  ## a simulated cluster with faults: SEED=7 for one with its timeline, SEEDS=0:1000 for many
+	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED) --trace,--seeds $(SEEDS)) $(ARGS)
 
 bench: $(VENV)/.installed-dev  ## load a running cluster (URL=http://127.0.0.1:8000) and print its latencies
 	@$(BIN)/python -m bench.serving --url $(URL) --requests 32 --rate 2 --input-tokens 256 --output-tokens 32 $(ARGS)

@@ -1,4 +1,4 @@
-"""What a node does with a command and a step, without threads, sockets or time of its own: the real process and simulation share it.
+"""What a node does with a command and a step, without threads or sockets: shared by the real process and the simulation.
 
 Commands come in as wire messages; answers are returned as wire messages.
 """

@@ -1,0 +1,96 @@
+"""python -m tests.simulation --seeds 0:1000 | --seed 7 --trace: runs seeds, reports, and shrinks the first that fails."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from typing import Any
+
+from tests.simulation.cluster import Report, SimCluster
+
+
+def run_seed(seed: int, **limits: Any) -> tuple[Report | None, str]:
+    """(report, "") or (None, what broke)."""
+    try:
+        return SimCluster(seed, **limits).run(), ""
+    except Exception as error:  # a crash is a finding like any other
+        return None, f"{type(error).__name__}: {error}"
+
+
+def shrink(seed: int) -> dict[str, int]:
+    """Fewer requests, then fewer faults, as long as it still breaks."""
+    limits = {"max_requests": 24, "max_faults": 12}
+    for name in limits:
+        while limits[name] > 0 and run_seed(seed, **{**limits, name: limits[name] - 1})[0] is None:
+            limits[name] -= 1
+    return limits
+
+
+def main() -> int:
+    """Exit code 1 when a seed breaks a promise."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", default="0:100", metavar="FIRST:END")
+    parser.add_argument("--seed", type=int, help="one seed")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print the timeline")
+    parser.add_argument("--max-requests", type=int, default=1000, help="only the first so many requests (of a shrunk seed)")
+    parser.add_argument("--max-faults", type=int, default=1000, help="only the first so many faults")
+    parser.add_argument("--json", action="store_true", help="one JSON line last")
+    arguments = parser.parse_args()
+    limits = {"max_requests": arguments.max_requests, "max_faults": arguments.max_faults}
+    if arguments.seed is not None:
+        return _replay(arguments.seed, arguments.trace, limits)
+    first, end = (int(part) for part in arguments.seeds.split(":"))
+    began_s = time.monotonic()
+    reports: list[Report] = []
+    failed: list[int] = []
+    for seed in range(first, end):
+        report, problem = run_seed(seed, **limits)
+        if report is None:
+            failed.append(seed)
+            print(f"seed {seed} broke: {problem}", file=sys.stderr)
+        else:
+            reports.append(report)
+    if failed:
+        shrunk = shrink(failed[0])
+        print(
+            f"replay: python -m tests.simulation --seed {failed[0]} --trace"
+            f" --max-requests {shrunk['max_requests']} --max-faults {shrunk['max_faults']}",
+            file=sys.stderr,
+        )
+    summary = summarize(reports, time.monotonic() - began_s) | {"failed_seeds": failed}
+    print(json.dumps(summary) if arguments.json else "\n".join(f"{name:22} {value}" for name, value in summary.items()))
+    return 1 if failed else 0
+
+
+def summarize(reports: list[Report], seconds: float) -> dict[str, Any]:
+    """Sums over all runs; longest_wait_s is the longest gap between two pieces of news of any request that ended right."""
+    names = [leaf.name for leaf in dataclasses.fields(Report) if leaf.name.startswith("num_")]
+    summary: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in names}
+    return {
+        "seeds": len(reports),
+        "seeds_per_minute": round(60 * len(reports) / max(seconds, 1e-9)),
+        **summary,
+        "virtual_s": round(sum(report.virtual_s for report in reports)),
+        "external_hit_tokens": sum(report.external_hit_tokens for report in reports),
+        "preemptions": sum(report.preemptions for report in reports),
+        "longest_wait_s": round(max((report.longest_wait_s for report in reports), default=0.0), 3),
+    }
+
+
+def _replay(seed: int, is_traced: bool, limits: dict[str, int]) -> int:
+    cluster = SimCluster(seed, is_traced=is_traced, **limits)
+    try:
+        print(cluster.run())
+    except Exception as error:
+        print("\n".join(cluster.world.trace))
+        print(f"{type(error).__name__}: {error}")
+        return 1
+    print("\n".join(cluster.world.trace))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""A node's process in the simulation: production NodeCore and EngineCore, the fake model, a simulated link and connector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from core.config import EngineOptions
+from core.engine import EngineCore
+from core.kv.pool_memory import KVPoolMemory
+from core.node_core import NodeCore, NodeIdentity, model_info
+from core.wire import messages
+from tests.simulation.sim_store import SimConnector, SimStore
+from tests.simulation.world import Link, World
+from tests.support.fake_runner import FakeRunner, fake_layout, fake_model
+
+MAX_MODEL_LEN = 96
+HEARTBEAT_INTERVAL_S = 0.5
+RECONNECT_S = 0.05
+REGISTER_RETRY_S = 1.0
+
+# (node, to the node, its end is closed) -> a connection, or None while the router does not listen
+Connect = Callable[["SimNode", Callable[[bytes], None], Callable[[], None]], Link | None]
+
+
+class SimNode:
+    """One process, from start to kill. A new start is a new object with a new generation."""
+
+    def __init__(
+        self, world: World, name: str, role: str, options: EngineOptions, num_blocks: int, store: SimStore, connect: Connect
+    ) -> None:
+        self.world = world
+        self.generation = world.rng.getrandbits(60)
+        self.name = name
+        self.is_alive = True
+        self.num_steps = 0
+        self.connector = SimConnector(world, store)
+        self._connect_to_router = connect
+        self._num_blocks = num_blocks
+        self._role = role
+        self._link: Link | None = None
+        self._is_registered = False
+        self._registration_index = 0
+        self._is_step_scheduled = False
+        self._stalled_until_s = 0.0
+        self._inbox: list[messages.RouterMessage] = []
+        pool = KVPoolMemory(fake_layout(options.block_size), num_blocks)
+        self.connector.register_kv_cache(pool)
+        self.runner = FakeRunner(pool)
+        self._model = fake_model(options.block_size, MAX_MODEL_LEN)
+        engine = EngineCore(options, self._model, num_blocks, self.runner, self.connector, world)
+        self.core = NodeCore(NodeIdentity(name, role, self.generation), engine)
+        self._connect()
+        self._beat()
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+    def kill(self) -> None:
+        """kill -9: the kernel closes the connection, everything else simply stops."""
+        self.is_alive = False
+        self.connector.die()
+        if self._link is not None:
+            self._link.close()
+        self.world.log(f"{self.name} is killed")
+
+    def stop_for(self, seconds: float) -> None:
+        """SIGSTOP and, later, SIGCONT: the connection stays open."""
+        self._stalled_until_s = self.world.now_s() + seconds
+        self.world.log(f"{self.name} is stopped for {seconds:.2f} s")
+
+    def break_connection(self) -> None:
+        """The network resets the connection; both processes live."""
+        if self._link is not None:
+            self._link.close()
+            self.world.log(f"{self.name} loses its connection")
+
+    @property
+    def link(self) -> Link | None:
+        """The present connection."""
+        return self._link
+
+    # -- the process ---------------------------------------------------------------------------------------------------
+    def _later(self, delay_s: float, event: Callable[[], None]) -> None:
+        """Run an event if the process still lives then, and not before it is continued."""
+
+        def run() -> None:
+            if not self.is_alive:
+                return
+            if self.world.now_s() < self._stalled_until_s:
+                self.world.after(self._stalled_until_s - self.world.now_s(), run)
+            else:
+                event()
+
+        self.world.after(delay_s, run)
+
+    def _connect(self) -> None:
+        link = self._link = self._connect_to_router(self, self._receive, self._connection_closed)
+        if link is None:
+            self._later(RECONNECT_S, self._connect)
+        else:
+            self._register(link)
+
+    def _connection_closed(self) -> None:
+        def notice() -> None:
+            self._forget_registration()
+            self._later(RECONNECT_S, self._connect)
+
+        self._later(0.0, notice)
+
+    def _forget_registration(self) -> None:
+        """As core/node_link does it."""
+        if self._is_registered:
+            self._is_registered = False
+            self._registration_index += 1
+            self._inbox.append(messages.RegisterAgain())
+            self._schedule_step(0.0)
+
+    def _register(self, link: Link) -> None:
+        if self._is_registered or link is not self._link or not link.is_open:
+            return
+        self._send(
+            messages.Register(
+                node_id=self.name,
+                role=self._role,
+                generation=self.generation,
+                model=model_info("fake", self._model),
+                max_num_seqs=self.core.engine.options.max_num_seqs,
+                num_blocks=self._num_blocks,
+                connector="simulated",
+                registration_index=self._registration_index,
+            )
+        )
+        self._later(REGISTER_RETRY_S, lambda: self._register(link))
+
+    def _beat(self) -> None:
+        if self._is_registered:
+            self._send(self.core.heartbeat())
+        self._later(HEARTBEAT_INTERVAL_S, self._beat)
+
+    def _send(self, message: messages.NodeMessage) -> None:
+        if self._link is not None:
+            self._link.send("to_router", messages.encode(message))
+
+    def _receive(self, payload: bytes) -> None:
+        message = messages.decode_router_message(payload)
+        self._later(0.0, lambda: self._handle(message))
+
+    def _handle(self, message: messages.RouterMessage) -> None:
+        if isinstance(message, messages.RegisterReply):
+            assert not message.refusal, message.refusal
+            self._is_registered = True
+        elif isinstance(message, messages.RegisterAgain):
+            self._forget_registration()
+            if self._link is not None and self._link.is_open:
+                self._register(self._link)
+        elif not isinstance(message, messages.Ping):
+            self._inbox.append(message)
+            self._schedule_step(0.0)
+
+    def _schedule_step(self, delay_s: float) -> None:
+        if not self._is_step_scheduled:
+            self._is_step_scheduled = True
+            self._later(delay_s, self._step)
+
+    def _step(self) -> None:
+        """Commands, then one engine step; its news leave when its time is over."""
+        self._is_step_scheduled = False
+        news: list[messages.NodeMessage] = []
+        inbox, self._inbox = self._inbox, []
+        for command in inbox:
+            news += self.core.handle(command)
+        duration_s = 0.001
+        if self.core.engine.has_work():
+            step_news, num_tokens = self.core.step()
+            self.num_steps += 1
+            news += step_news
+            duration_s = 0.002 + 0.0003 * num_tokens
+            self._check_references()
+        for message in news:
+            self._later(duration_s, lambda message=message: self._send(message))  # type: ignore[misc]
+        if self.core.engine.has_work() or self._inbox:
+            self._schedule_step(duration_s)
+
+    def _check_references(self) -> None:
+        counts = self.core.engine.audit().counts
+        held = counts["request_references"] + counts["transfer_pins"]
+        assert counts["block_references"] == held, f"{self.name}: {counts}"

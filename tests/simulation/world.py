@@ -1,0 +1,96 @@
+"""Virtual time, the order of events, and connections that delay, break and stall. Everything random comes from one seed."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+Event = Callable[[], None]
+
+
+class World:
+    """Runs events in order of time; equal times in order of creation. core.clock.Clock is this object."""
+
+    def __init__(self, seed: int, *, is_traced: bool = False) -> None:
+        self.rng = random.Random(seed)
+        self.trace: list[str] = []
+        self.num_events = 0
+        self._is_traced = is_traced
+        self._now_s = 0.0
+        self._events: list[tuple[float, int, Event]] = []
+        self._order = itertools.count()
+
+    def now_s(self) -> float:
+        """Virtual seconds since the start."""
+        return self._now_s
+
+    def after(self, delay_s: float, event: Event) -> None:
+        """Run an event later."""
+        heapq.heappush(self._events, (self._now_s + delay_s, next(self._order), event))
+
+    def run_until(self, end_s: float) -> None:
+        """Run everything that is due up to end_s."""
+        while self._events and self._events[0][0] <= end_s:
+            self._now_s, _, event = heapq.heappop(self._events)
+            self.num_events += 1
+            event()
+        self._now_s = max(self._now_s, end_s)
+
+    def log(self, text: str) -> None:
+        """A line of the timeline, kept only when traced."""
+        if self._is_traced:
+            self.trace.append(f"{self._now_s:9.4f}  {text}")
+
+
+@dataclass(eq=False)
+class Link:
+    """One TCP-like connection between a node and the router: in order and reliable until it breaks, in both directions at once.
+
+    Messages in flight are lost when it breaks, and each side learns of it on its own time.
+    """
+
+    world: World
+    identity: bytes
+    to_router: Callable[[bytes], None]
+    to_node: Callable[[bytes], None]
+    on_router_end_closed: Event
+    on_node_end_closed: Event
+    is_open: bool = True
+    is_known_closed_to_router: bool = False
+    stalled_until_s: float = 0.0
+    _last_arrival_s: dict[str, float] = field(default_factory=dict)
+
+    def send(self, direction: str, payload: bytes) -> None:
+        """Deliver after a delay, behind what was sent before; nothing when the connection breaks first."""
+        world = self.world
+        delay_s = world.rng.choice((0.0001, 0.0005, 0.002, 0.02))
+        earliest_s = max(self._last_arrival_s.get(direction, 0.0), self.stalled_until_s)
+        arrival_s = max(world.now_s() + delay_s, earliest_s)
+        self._last_arrival_s[direction] = arrival_s
+        deliver = self.to_router if direction == "to_router" else self.to_node
+
+        def arrive() -> None:
+            if self.is_open:
+                deliver(payload)
+
+        world.after(arrival_s - world.now_s(), arrive)
+
+    def stall(self, seconds: float) -> None:
+        """A partition that heals: what is sent meanwhile arrives late."""
+        self.stalled_until_s = max(self.stalled_until_s, self.world.now_s() + seconds)
+
+    def close(self) -> None:
+        """Break it. Safe to repeat."""
+        if not self.is_open:
+            return
+        self.is_open = False
+
+        def tell_router() -> None:
+            self.is_known_closed_to_router = True
+            self.on_router_end_closed()
+
+        self.world.after(self.world.rng.choice((0.0, 0.001, 0.05)), tell_router)
+        self.world.after(self.world.rng.choice((0.0, 0.001, 0.05)), self.on_node_end_closed)
