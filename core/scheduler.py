@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
+from core.blocks_in_progress import BlocksInProgress
 from core.clock import Clock
 from core.config import EngineOptions
 from core.kv.ledger import EndedTransfer, TransferLedger
@@ -49,7 +50,7 @@ class Scheduler:
         self._num_undecided = 0
         self._next_arrival_index = 0
         self._next_step_id = 0
-        self._computing: dict[bytes, str] = {}  # next block that a running request fills -> request_id, while in its known tokens
+        self._in_progress = BlocksInProgress()
         self._finished_request_ids: list[str] = []  # since the last plan, for the runner
         self._num_common_prefix_blocks = 0
         self._is_batch_changed = True
@@ -184,7 +185,7 @@ class Scheduler:
             if request.num_computed_tokens - request.num_committed_blocks * block_size >= block_size:
                 self._kv.commit(request)
                 self._save_committed(request)
-                self._announce_next_block(request)
+                self._in_progress.announce_next(request)
             if not sampled:
                 continue
             num_generated += len(sampled)
@@ -244,7 +245,7 @@ class Scheduler:
         kv = self._kv
         hit_block_ids = kv.find_local_hit(request)
         next_hash = kv.next_hit_hash(request, len(hit_block_ids))
-        if next_hash in self._computing:  # a later step finds it as a hit
+        if next_hash in self._in_progress:  # a later step finds it as a hit
             return _Admission.UNDECIDED, 0
         admission = self._try_start_load(request, hit_block_ids, next_hash)
         if admission is not None:
@@ -262,7 +263,7 @@ class Scheduler:
         self.running.append(request)
         self._is_batch_changed = True
         request.num_computed_tokens = num_hit_tokens
-        self._announce_next_block(request)
+        self._in_progress.announce_next(request)
         request.num_saved_blocks = len(hit_block_ids)
         if hit_block_ids and request.stage is RequestStage.PREFILL:
             # Hits were saved when they were computed, but the store may have evicted them since: a handoff needs all.
@@ -315,23 +316,6 @@ class Scheduler:
         self._wait_for_transfer(request, transfer_id)
         return _Admission.LOADING
 
-    def _announce_next_block(self, request: Request) -> None:
-        """Say which known block a running request fills next, so that others with the same prefix wait for it as for a load.
-
-        Requests that share a prompt (n > 1, a common system prompt) would otherwise all compute it when they come together.
-        """
-        self._withdraw_announcement(request)
-        index = request.num_committed_blocks
-        if index < len(request.block_hashes) and self._kv.enable_prefix_caching:
-            block_hash = request.block_hashes[index]
-            if self._computing.setdefault(block_hash, request.request_id) == request.request_id:
-                request.announced_hash = block_hash
-
-    def _withdraw_announcement(self, request: Request) -> None:
-        if request.announced_hash is not None:
-            del self._computing[request.announced_hash]
-            request.announced_hash = None
-
     def _wait_for_transfer(self, request: Request, transfer_id: int) -> None:
         transition(request, RequestStatus.LOADING)
         self._loading.setdefault(transfer_id, []).append(request)
@@ -366,7 +350,7 @@ class Scheduler:
         """Take a running request's blocks; it starts over from what the prefix cache then still has."""
         self.running.remove(request)
         self._kv.release(request)
-        self._withdraw_announcement(request)
+        self._in_progress.withdraw(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.prompt_logprobs = []
@@ -403,7 +387,7 @@ class Scheduler:
             self._is_batch_changed = True
             self._finished_request_ids.append(request.request_id)
         self._kv.release(request)
-        self._withdraw_announcement(request)
+        self._in_progress.withdraw(request)
         del self.requests[request.request_id]
         counts = self._stats.requests_finished
         counts[reason.value] = counts.get(reason.value, 0) + 1

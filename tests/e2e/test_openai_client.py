@@ -102,6 +102,7 @@ def test_client_that_leaves_mid_stream_frees_everything(client: openai.OpenAI, c
             break
     stream.close()
     cluster.wait_clean()
+    assert cluster.audit()["router"]["requests_in_flight"] == 0
 
 
 @pytest.mark.parametrize(
