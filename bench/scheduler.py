@@ -116,6 +116,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     arguments = parser.parse_args()
+    for name in ("running", "prompt_tokens", "steps"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: got {getattr(arguments, name)}; allowed: 1 or more")
     figures = run(arguments.running, arguments.prompt_tokens, arguments.steps)
     if arguments.json:
         print(json.dumps(figures))

@@ -1,7 +1,7 @@
 """`python -m bench.serving`: sends an open-loop load to a running cluster and reports latencies, throughput and hits.
 
-How the load is made and measured is load_generator.py's business. The table goes to standard output; with --json one JSON line is
-the last.
+How the load is made and measured is load_generator.py's business. The table goes to standard output; with --json it goes to
+standard error, and one JSON line to standard output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     result = summarize(load, records, duration_s)
-    print(render_table(result))
+    print(render_table(result), file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         print(json.dumps(result), flush=True)
     return 1 if result["num_errors"] else 0
@@ -159,7 +159,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrival times")
     parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of one request")
-    parser.add_argument("--json", action="store_true", help="also print one JSON line, last")
+    parser.add_argument("--json", action="store_true", help="one JSON line on standard output, the table on standard error")
     arguments = parser.parse_args(argv)
     for name, low in (("requests", 1), ("input_tokens", 1), ("output_tokens", 1), ("shared_prefix", 0), ("concurrency_limit", 0)):
         if getattr(arguments, name) < low:

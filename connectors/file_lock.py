@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+_MAX_RACES = 100  # lost against processes that remove the directory at the same time
 LOCK_TIMEOUT_S = 5.0
 _LOCK_NAME = "lock"
 _LEASE_PREFIX = "lease-"
@@ -48,14 +49,15 @@ def locked_directory(directory: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iter
     The holder may delete the directory (see remove_if_empty), so whoever waited for the lock looks whether it still is the one
     on the path. Raises OSError (TimeoutError included).
     """
+    num_races_left = _MAX_RACES
     while True:
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
-        except FileNotFoundError:  # removed since mkdir
-            continue
-        except FileExistsError:  # removed while mkdir looked at it, unless it is no directory
-            if directory.exists() and not directory.is_dir():
+        except (FileNotFoundError, FileExistsError):
+            # Removed between or within the two calls; or it never can be: a dangling link, a path below a file or under /proc.
+            num_races_left -= 1
+            if num_races_left == 0 or (directory.exists() and not directory.is_dir()):
                 raise
             continue
         try:

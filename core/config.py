@@ -50,7 +50,7 @@ class ModelOptions:
     @property
     def name(self) -> str:
         """The name that clients use: served_name, else the alias, else the folder's last part."""
-        return self.served_name or Path(self.path).name.removesuffix(".gguf")
+        return self.served_name or Path(self.path).absolute().name.removesuffix(".gguf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,8 @@ class NodeOptions:
 
     def __post_init__(self) -> None:
         host, _, port = self.router.rpartition(":")
-        _check(bool(host) and port.isdigit(), "node.router", self.router, "HOST:PORT")
+        is_address = bool(host) and port.isdigit() and 1 <= int(port) <= 65535
+        _check(is_address, "node.router", self.router, "HOST:PORT, with a port from 1 to 65535")
         _check(-1 <= self.metrics_port <= 65535, "node.metrics_port", self.metrics_port, "-1 to 65535")
 
 
@@ -257,6 +258,7 @@ def load_config(flags: Mapping[str, Any] | None = None, environment: Mapping[str
     if path:
         tree = _read_yaml(Path(path))
     variables = os.environ if environment is None else environment
+    _check_variables(variables)
     for key in _keys():
         variable = ENVIRONMENT_PREFIX + key.replace(".", "_").upper()
         if variable in variables:
@@ -267,8 +269,8 @@ def load_config(flags: Mapping[str, Any] | None = None, environment: Mapping[str
         name, equals, value = item.partition("=")
         if not equals:
             raise ConfigError("--connector-option", item, "KEY=VALUE")
-        options = tree.setdefault("connector", {}).setdefault("options", {})
-        options[name] = yaml.safe_load(value)
+        connector = tree.setdefault("connector", {})
+        connector["options"] = {**(connector.get("options") or {}), name: yaml.safe_load(value)}
     config: Config = _convert(tree, Config, prefix="")
     return config
 
@@ -301,6 +303,9 @@ def _convert(tree: dict[str, Any], options_type: type[Any], prefix: str) -> Any:
         if isinstance(error.__cause__, ConfigError):  # a __post_init__ check: already says which field
             raise error.__cause__ from None
         what, _, path = str(error).rstrip("`").partition(" - at `$.")
+        for name, words in (("int", "a whole number"), ("float", "a number"), ("bool", "true or false"), ("str", "a text")):
+            what = what.replace(f"Expected `{name}`", words)
+        what = what.partition(", got ")[0]
         value: Any = tree
         for part in path.split("."):
             value = value.get(part, value) if isinstance(value, dict) else value
@@ -317,6 +322,17 @@ def _keys() -> list[str]:
     ]
 
 
+def _check_variables(variables: Mapping[str, str]) -> None:
+    """A variable that starts like a section's but is none of its keys is a mistake, as it is in the file."""
+    known = {ENVIRONMENT_PREFIX + key.replace(".", "_").upper() for key in _keys()}
+    for section in typing.get_type_hints(Config):
+        prefix = f"{ENVIRONMENT_PREFIX}{section.upper()}_"
+        for variable in variables:
+            if variable.startswith(prefix) and variable not in known:
+                names = ", ".join(sorted(name for name in known if name.startswith(prefix)))
+                raise ConfigError(variable, variables[variable], f"one of the variables {names}")
+
+
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     section, _, leaf = key.partition(".")
     tree.setdefault(section, {})[leaf] = value
@@ -327,8 +343,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         loaded = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError("--config", str(path), f"a readable YAML file ({error.strerror})") from error
-    except yaml.YAMLError as error:
-        raise ConfigError("--config", str(path), f"valid YAML ({error})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("--config", str(path), f"valid YAML ({' '.join(str(error).split())})") from error
     if loaded is None:
         return {}
     hints = typing.get_type_hints(Config)

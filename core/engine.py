@@ -28,6 +28,7 @@ from core.step_output import FinishedRequest, StepOutput
 
 _logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1.0
+_MAX_HANDOFF_WAIT_S = 0.05  # per handoff, once
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ class EngineCore:
         )
         self._scheduler = Scheduler(options, self._kv, self._ledger, clock, self.stats)
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of ended requests are skipped
-        self._handoffs: set[str] = set()  # prefill-stage requests whose blocks are not all visible in the store yet
+        # Prefill-stage requests whose blocks are not all visible in the store yet, and since when they have ended.
+        self._handoffs: dict[str, float | None] = {}
 
     # -- intake --------------------------------------------------------------------------------------------------------
     def add_request(
@@ -120,21 +122,23 @@ class EngineCore:
             max_total_tokens=min(limit, self.model.max_model_len),
         )
         if stage is RequestStage.PREFILL:
-            self._handoffs.add(request_id)
+            self._handoffs[request_id] = None
         if request.deadline_s != float("inf"):
             heapq.heappush(self._deadlines, (request.deadline_s, request_id))
         self._scheduler.add_request(request)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request without further news of it; False when it is not here. Its transfers end by themselves."""
-        self._handoffs.discard(request_id)
+        self._handoffs.pop(request_id, None)
         return self._scheduler.finish_request(request_id)
 
-    def abort_all(self) -> None:
-        """End every request without further news."""
-        for request_id in list(self._scheduler.requests):
+    def abort_all(self) -> int:
+        """End every request without further news; how many there were."""
+        request_ids = list(self._scheduler.requests)
+        for request_id in request_ids:
             self.abort_request(request_id)
         self._handoffs.clear()
+        return len(request_ids)
 
     def _check_request(
         self, request_id: str, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], sampling: SamplingParams
@@ -183,6 +187,23 @@ class EngineCore:
         stats.num_transfers_in_flight = self._ledger.num_in_flight
         return output
 
+    def settle(self) -> StepOutput:
+        """Settle ended transfers without computing anything: what they brought, prompts handed over above all."""
+        output = StepOutput()
+        self._settle_transfers()
+        self._report_handoffs(output)
+        return output
+
+    def handoff_wait_s(self) -> float:
+        """How long the next step should wait for saves that complete a handoff: they take milliseconds, a step may take seconds.
+
+        0 when there is none, or when each has had its time. Whoever owns the loop waits, and calls settle() meanwhile.
+        """
+        ended_s = [since_s for since_s in self._handoffs.values() if since_s is not None]
+        if not ended_s:
+            return 0.0
+        return max(0.0, max(ended_s) + _MAX_HANDOFF_WAIT_S - self._clock.now_s())
+
     def _execute(self, plan: StepPlan, output: StepOutput) -> StepResult | None:
         """The process's one broad except: a step that the model cannot compute fails its requests, not the engine."""
         try:
@@ -209,12 +230,14 @@ class EngineCore:
 
     def _report_handoffs(self, output: StepOutput) -> None:
         """A prefill-stage request is done when it has ended and the ledger has no save of it that still could become visible."""
-        if not self._handoffs:
-            return
-        for request_id in list(self._handoffs):
-            if request_id not in self._scheduler.requests and not self._ledger.num_saves_of(request_id):
-                self._handoffs.remove(request_id)
+        for request_id, since_s in list(self._handoffs.items()):
+            if request_id in self._scheduler.requests:
+                continue
+            if not self._ledger.num_saves_of(request_id):
+                del self._handoffs[request_id]
                 output.prefill_done.append(request_id)
+            elif since_s is None:
+                self._handoffs[request_id] = self._clock.now_s()
 
     def _record_step_time(self, started_s: float, scheduled_s: float, executed_s: float) -> None:
         seconds = self.stats.step_seconds

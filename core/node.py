@@ -94,6 +94,9 @@ class NodeServer:
                 self._send_all(news)
                 if not news and num_tokens == 0:
                     self._link.wait_for_command(_TRANSFER_WAIT_S)
+                while (wait_s := core.engine.handoff_wait_s()) > 0.0 and not self._is_stopping:
+                    self._link.wait_for_command(min(wait_s, _TRANSFER_WAIT_S))
+                    self._send_all(core.settle())
             elif core.is_draining:
                 break
             else:

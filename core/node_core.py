@@ -50,8 +50,9 @@ class NodeCore:
         elif isinstance(command, messages.Drain):
             self.is_draining = True
         elif isinstance(command, messages.RegisterAgain):
-            _logger.warning("the router does not know this node: dropping all requests and registering again")
-            self.engine.abort_all()
+            num_dropped = self.engine.abort_all()
+            if num_dropped:
+                _logger.warning("the router is gone or has forgotten this node: dropped %d requests", num_dropped)
         return []
 
     def step(self) -> tuple[list[messages.NodeMessage], int]:
@@ -59,6 +60,11 @@ class NodeCore:
         output = self.engine.step()
         updates = updates_from_output(output)
         return ([messages.Updates(updates)] if updates else []), output.num_tokens
+
+    def settle(self) -> list[messages.NodeMessage]:
+        """News of ended transfers alone; see EngineCore.handoff_wait_s."""
+        updates = updates_from_output(self.engine.settle())
+        return [messages.Updates(updates)] if updates else []
 
     def heartbeat(self) -> messages.Heartbeat:
         """Load and stats of this moment; a copy, so that another thread may send it."""

@@ -86,7 +86,7 @@ def greeting(url: str, config: Config, config_file: Path) -> str:
 kvrelay serves {model} at {url}. Try it:
 
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Say hello."}}], "max_tokens": 32}}'
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Say hello."}}], "max_tokens": 32, "temperature": 0}}'
 
 or, with the official client ({interpreter} -m pip install openai):
 
@@ -94,7 +94,7 @@ or, with the official client ({interpreter} -m pip install openai):
 
   client = OpenAI(base_url="{url}/v1", api_key="unused")
   chat = client.chat.completions.create(
-      model="{model}", messages=[{{"role": "user", "content": "Say hello."}}], stream=True, max_tokens=32
+      model="{model}", messages=[{{"role": "user", "content": "Say hello."}}], stream=True, max_tokens=32, temperature=0
   )
   for chunk in chat:
       print(chunk.choices[0].delta.content or "", end="", flush=True)

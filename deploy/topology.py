@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import socket
 import sys
@@ -34,11 +35,10 @@ def effective_config(config: Config, model_folder: Path, num_cores: int) -> Conf
     """The configuration that router and nodes get: every default that depends on the whole cluster is filled in."""
     num_nodes = config.cluster.prefill + config.cluster.decode
     num_threads = config.engine.num_threads or max(1, num_cores // num_nodes)
-    served_name = config.model.served_name or _served_name(config.model.path)
     host, control_port = connect_host(config.router.host), config.router.control_port or config.router.port + 1
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, path=str(model_folder), served_name=served_name),
+        model=dataclasses.replace(config.model, path=str(model_folder), served_name=config.model.name),
         engine=dataclasses.replace(config.engine, num_threads=num_threads),
         router=dataclasses.replace(config.router, control_port=control_port),
         node=dataclasses.replace(config.node, router=join_host_port(host, control_port), node_id=""),
@@ -129,10 +129,7 @@ def _bound_socket(flag: str, host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError("--host", host, "an address of this machine") from error
         raise ConfigError(flag, port, f"a port that is free on {host or 'this machine'} ({error.strerror})") from error
     return listener
-
-
-def _served_name(model_path: str) -> str:
-    path = Path(model_path)
-    return path.resolve().name if path.exists() else model_path

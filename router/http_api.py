@@ -166,13 +166,15 @@ class HttpApi:
                 add_special_tokens=bool(parsed.add_special_tokens),
                 extra=parsed.chat_template_kwargs,
             )
-        strings = [self._tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
+        strings = None
+        if parsed.return_token_strs:
+            strings = [self._tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
         return json_response(
             {
                 "count": len(token_ids),
                 "max_model_len": limits.max_model_len,
                 "tokens": token_ids,
-                "token_strs": strings if parsed.return_token_strs else None,
+                "token_strs": strings,
             }
         )
 

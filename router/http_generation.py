@@ -39,6 +39,7 @@ from router.request_validation import (
     check_messages,
     check_model_name,
     check_prompt_token_ids,
+    num_content_chars,
     plan_chat,
     plan_completion,
     split_prompts,
@@ -47,6 +48,7 @@ from router.request_validation import (
 from router.router_core import RouterCore
 from router.tokenizer import Tokenizer
 
+MAX_LONG_TEXTS = 2  # tokenized at a time: each takes a thread, and memory of many times its size
 LONG_TEXT_CHARS = 4096  # from here on tokenizing takes longer than a thread's hand-over
 HTTP_CLIENT_CLOSED = 499  # seen by nobody: the client is gone
 
@@ -157,6 +159,7 @@ class GenerationEndpoints:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._limits = limits
+        self._long_texts = asyncio.Semaphore(MAX_LONG_TEXTS)
 
     async def completions(self, request: Request, body: bytes) -> Response:
         """POST /v1/completions."""
@@ -207,14 +210,25 @@ class GenerationEndpoints:
         check_messages(messages)
         if self._chat_template is None:
             raise InvalidInputError("messages", "a chat", "prompts at /v1/completions: this model has no chat template")
+        self._check_length(sum(num_content_chars(message) for message in messages), "messages")
         text = self._chat_template.render(template_messages(messages), add_generation_prompt=add_generation_prompt, extra=extra)
-        return await self.encode(text, add_special_tokens)
+        return await self.encode(text, add_special_tokens, "messages")
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids; other requests go on while a long text is tokenized."""
+    async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+        """Token ids; other requests go on while a long text is tokenized. Raises InvalidInputError for what cannot fit anyway."""
+        self._check_length(len(text), field)
         if len(text) < LONG_TEXT_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        async with self._long_texts:
+            return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    def _check_length(self, num_chars: int, field: str) -> None:
+        """Before any work: tokenizing megabytes takes gigabytes of memory, and the answer is known."""
+        max_model_len = self._limits().max_model_len
+        max_chars = max_model_len * self._tokenizer.max_token_chars
+        if num_chars > max_chars:
+            allowed = f"at most {max_chars} characters, the most that the model's {max_model_len} tokens of context can hold"
+            raise InvalidInputError(field, f"{num_chars} characters", allowed)
 
     async def _prompt(self, part: str | list[int], add_special_tokens: bool) -> Prompt:
         if isinstance(part, list):

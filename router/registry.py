@@ -195,6 +195,11 @@ class NodeRegistry:
         if node is not None:
             node.num_in_flight_tokens -= node.in_flight.pop(wire_id, 0)
 
+    def excuse_silence(self, now_s: float) -> None:
+        """Start every connected node's heartbeat timeout anew."""
+        for node in self.connected():
+            node.last_heartbeat_s = now_s
+
     def forget_long_down(self, now_s: float) -> None:
         """Drop nodes that have been down for long, oldest first when there are very many."""
         down = [node for node in self.nodes.values() if not node.is_connected]

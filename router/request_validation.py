@@ -109,6 +109,14 @@ def plan_chat(request: ChatRequest, limits: ModelLimits) -> GenerationPlan:
     return _plan(request, limits, (request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs, None)
 
 
+def num_content_chars(message: ChatMessage) -> int:
+    """Characters that a message adds to a prompt, at least one for the message itself."""
+    content = message.content
+    if isinstance(content, list):
+        return 1 + sum(len(part.text or "") for part in content)
+    return 1 + len(content or "")
+
+
 def check_messages(messages: Sequence[ChatMessage]) -> None:
     """Raise InvalidInputError for what no chat template can be given."""
     if not messages:

@@ -79,6 +79,7 @@ class RouterCore:
         self._audit_ids = itertools.count(1)
         self._lost: list[tuple[str, str]] = []  # (node_id, reason) to mark down once the current input is handled
         self._is_handling_lost = False
+        self._last_time_s = clock.now_s()
         metrics.watch_nodes(self.registry, clock)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -154,6 +155,9 @@ class RouterCore:
     def on_time(self) -> None:
         """Act on deadlines of requests and on missing heartbeats."""
         now_s = self._clock.now_s()
+        if now_s - self._last_time_s > self._options.heartbeat_timeout_s / 2:
+            self.registry.excuse_silence(now_s)  # we were away, not they: their heartbeats lie unread
+        self._last_time_s = now_s
         for node_id in self.registry.expired_node_ids(now_s):
             self._lost.append((node_id, f"sent no heartbeat for {self._options.heartbeat_timeout_s:g} s"))
         self.registry.forget_long_down(now_s)

@@ -105,7 +105,7 @@ def read_served_model(options: ModelOptions, folder: Path, tokenizer: Tokenizer)
         raise ModelLoadError(f"{path}: {error}") from error
     if options.max_model_len:
         max_model_len = min(options.max_model_len, max_model_len)
-    names = dict.fromkeys(name for name in (options.served_name, options.path) if name)
+    names = dict.fromkeys((options.name, options.path))
     return ServedModel(tuple(names), max_model_len, vocab_size)
 
 

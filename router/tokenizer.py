@@ -35,7 +35,9 @@ class Tokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         self.config = _read_json(folder / "tokenizer_config.json")
-        self.vocab_size: int = max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = self._fast.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        self.max_token_chars = max(map(len, vocabulary), default=1)  # no token stands for more characters of a text
         added = self._fast.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._is_byte_level = decoder.get("type") == "ByteLevel"

@@ -58,6 +58,14 @@ def test_lock_held_by_another_raises_a_timeout(tmp_path: Path) -> None:
             lock_descriptor(second.fileno(), timeout_s=0.05)
 
 
+@pytest.mark.parametrize("path", ["dangling", "dangling/below", "file/below"])
+def test_locked_directory_that_can_never_be_raises(tmp_path: Path, path: str) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "not-mounted" / "disk")
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError), locked_directory(tmp_path / path):
+        pass
+
+
 def test_locked_directory_removed_by_its_holder_is_made_anew_for_the_next(tmp_path: Path) -> None:
     root = tmp_path / "root"
     num_inside = most_inside = num_done = 0

@@ -202,3 +202,28 @@ def test_user_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch,
     assert user_cache_dir() == tmp_path / "kvrelay"
     monkeypatch.setenv("KVRELAY_CACHE_DIR", str(tmp_path / "own"))
     assert user_cache_dir() == tmp_path / "own"
+
+
+def test_config_variable_with_a_typo_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"KVRELAY_ENGINE_BLOK_SIZE: got '32'; allowed: .*KVRELAY_ENGINE_BLOCK_SIZE"):
+        load(environment={"KVRELAY_ENGINE_BLOK_SIZE": "32"})
+    assert load(environment={"KVRELAY_CACHE_DIR": "/x", "HOME": "/y"}) == Config(), "not of a section: none of our business"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"engine: [1", b"a: b: c"])
+def test_config_file_that_is_no_yaml_is_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"--config: got .*valid YAML") as caught:
+        load("--config", str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_config_null_connector_options_take_a_flag(tmp_path: Path) -> None:
+    path = write(tmp_path, "connector: {name: shm, options: null}\n")
+    assert load("--config", path, "--connector-option", "name=x").connector.options == {"name": "x"}
+
+
+def test_config_wrong_type_says_what_is_allowed_in_words() -> None:
+    with pytest.raises(ConfigError, match=r"^router\.port: got 'abc'; allowed: a whole number$"):
+        load("--port", "abc")

@@ -441,6 +441,30 @@ class TestExternalHits:
         assert bench.prefill_done == ["r"]
         bench.assert_nothing_leaked()
 
+    def test_prefill_stage_handoff_is_reported_between_steps_and_waited_for_briefly(self) -> None:
+        connector = MemoryConnector(is_immediate=False)
+        bench = EngineBench(num_blocks=20, block_size=16, connector=connector)
+        bench.add("r", unique_prompt(1, 40), max_tokens=50, stage=PREFILL)
+        assert bench.engine.handoff_wait_s() == 0.0
+        bench.step()
+        assert bench.engine.handoff_wait_s() > 0.0, "its save takes milliseconds, the next step may take seconds"
+        for transfer_id in list(connector.pending):
+            connector.complete(transfer_id)
+        assert bench.engine.settle().prefill_done == ["r"]
+        assert bench.engine.handoff_wait_s() == 0.0
+
+    def test_prefill_stage_slow_store_does_not_hold_up_the_engine(self) -> None:
+        connector = MemoryConnector(is_immediate=False)
+        bench = EngineBench(num_blocks=20, block_size=16, connector=connector)
+        bench.add("r", unique_prompt(1, 40), max_tokens=50, stage=PREFILL)
+        bench.step()
+        bench.clock.advance(1.0)
+        assert bench.engine.handoff_wait_s() == 0.0, "it had its time"
+        for transfer_id in list(connector.pending):
+            connector.complete(transfer_id)
+        bench.run()
+        assert bench.prefill_done == ["r"]
+
     def test_prefill_stage_local_hit_is_saved_again_for_the_handoff(self) -> None:
         connector = MemoryConnector()
         bench = EngineBench(num_blocks=20, block_size=16, connector=connector)

@@ -57,7 +57,7 @@ def exit_code(*argv: str) -> int:
         (["serve", "--prot", "80"], "unrecognized arguments: --prot 80"),
         (["serve", "--decode", "0"], "cluster.decode"),
         (["serve", "--config", "/no/such/file.yaml"], "--config: got '/no/such/file.yaml'; allowed: a readable YAML file"),
-        (["serve", "--host", "192.0.2.77"], "a port that is free on 192.0.2.77"),
+        (["serve", "--host", "192.0.2.77"], "an address of this machine"),
         (["serve", "--port", "0", "--connector", "floppy"], "connector.name: got 'floppy'; allowed: one of"),
         (["serve", "--port", "0", "--connector-option", "capacity=4"], "connector.options.capacity: got 4"),
         (["audit", "--url", "localhost:8000"], "--url: got 'localhost:8000'; allowed: http://HOST:PORT"),

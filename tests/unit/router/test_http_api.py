@@ -260,3 +260,16 @@ def test_body_of_another_type_is_415_and_too_large_is_413(cluster: RunningRouter
     assert httpx.post(url, content=too_large, headers=headers).status_code == 413
     chunks = (b" " * 2**20 for _ in range(cluster.options.max_body_bytes // 2**20 + 1))
     assert httpx.post(url, content=chunks, headers=headers).status_code == 413
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    cluster: RunningRouter, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = cluster.tokenizer
+    text = "a" * (cluster.model.max_model_len * tokenizer.max_token_chars + 1)
+    monkeypatch.setattr(tokenizer, "encode", lambda *_args, **_keywords: pytest.fail("it was tokenized"))
+    body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    answer = httpx.post(f"{cluster.url}{path}", json=body)
+    assert answer.status_code == 400
+    assert "characters" in answer.json()["error"]["message"]

@@ -156,3 +156,15 @@ def test_router_core_fail_all_ends_everything_with_one_error_each() -> None:
     bench.core.fail_all("shutdown", "ending", 503)
     assert [[event.kind for event in each if isinstance(event, Fail)] for each in events] == [["shutdown"], ["shutdown"]]
     assert bench.core.num_in_flight == 0
+
+
+def test_router_core_that_was_away_itself_blames_no_node_for_the_silence() -> None:
+    bench = CoreBench("d0", "d1", heartbeat_timeout_s=5.0)
+    bench.core.on_time()
+    bench.clock.advance(60.0)  # the whole process was stopped; the nodes' heartbeats lie unread
+    bench.core.on_time()
+    assert all(node.is_connected for node in bench.core.registry.nodes.values())
+    for _ in range(6):
+        bench.clock.advance(1.0)
+        bench.core.on_time()
+    assert not any(node.is_connected for node in bench.core.registry.nodes.values()), "now they had their time"
