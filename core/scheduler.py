@@ -122,7 +122,8 @@ class Scheduler:
             index += 1
 
         stepped_aside: list[Request] = []
-        while not preempted and budget > 0 and len(self.running) < self._options.max_num_seqs:
+        max_num_seqs = self._options.max_num_seqs  # also bounds how many may step aside: a step must not look at a long queue
+        while not preempted and budget > 0 and len(self.running) < max_num_seqs and len(stepped_aside) < max_num_seqs:
             waiting = self._waiting.pop()
             if waiting is None:
                 break
@@ -335,15 +336,17 @@ class Scheduler:
 
     # -- preemption and end --------------------------------------------------------------------------------------------
     def _choose_victim(self, request: Request) -> Request | None:
-        """The lowest-priority, then youngest running request whose blocks would come back now, possibly `request` itself.
+        """The lowest-priority, then youngest running request whose blocks would come back now, `request` itself at the last.
 
-        None: preempting would free nothing, because transfers hold the blocks; those end, so waiting is enough.
+        None: nobody who stands behind it holds blocks that would come back; transfers and those before it end, so it waits.
         """
         if self.running == [request]:
             return None
         for candidate in sorted(self.running, key=lambda candidate: candidate.schedule_key, reverse=True):
             if self._kv.num_freed_by_release(candidate) > 0:
                 return candidate
+            if candidate is request:
+                break
         return None
 
     def _preempt(self, request: Request) -> None:

@@ -189,6 +189,23 @@ class TestPriorityAndPreemption:
         assert bench.tokens["b"] == oracle_tokens(unique_prompt(2, 5), 6)
         bench.assert_nothing_leaked()
 
+    def test_schedule_youngest_with_pinned_blocks_waits_and_never_preempts_an_older_one(self) -> None:
+        connector = MemoryConnector(is_immediate=False)
+        bench = EngineBench(num_blocks=6, block_size=2, connector=connector, max_model_len=12)
+        bench.add("older", unique_prompt(1, 5), max_tokens=6)
+        bench.add("younger", unique_prompt(2, 6), max_tokens=6)  # fills its three blocks at once; the store reads them
+        bench.step()
+        bench.step()
+        assert scheduled(bench) == {"older": 1}
+        assert bench.last_plan.preempted_request_ids == []
+        connector.is_immediate = True
+        for transfer_id in list(connector.pending):
+            connector.complete(transfer_id)
+        bench.run()
+        assert bench.tokens["older"] == oracle_tokens(unique_prompt(1, 5), 6)
+        assert bench.tokens["younger"] == oracle_tokens(unique_prompt(2, 6), 6)
+        bench.assert_nothing_leaked()
+
     def test_reset_prefix_cache_declines_while_in_use_and_forced_keeps_order(self) -> None:
         bench = EngineBench()
         for name in ("a", "b", "c"):
