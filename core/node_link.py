@@ -22,6 +22,7 @@ from core.wire.sockets import open_node_socket
 
 _logger = logging.getLogger(__name__)
 _REGISTER_RETRY_S = 1.0
+_REGISTRATIONS_PER_WARNING = 10
 
 
 class NodeLink:
@@ -93,13 +94,20 @@ class NodeLink:
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         poller.register(monitor, zmq.POLLIN)
         next_register_s = next_heartbeat_s = 0.0
+        num_unanswered = 0
         while not self._is_closed:
             now_s = time.monotonic()
             if not self.is_registered.is_set():
                 if now_s >= next_register_s:
                     self._send_now(socket, self._registration)
+                    num_unanswered += 1
+                    if num_unanswered % _REGISTRATIONS_PER_WARNING == 0:
+                        _logger.warning(
+                            "the router at %s has not answered %d registrations", self._router_address, num_unanswered
+                        )
                     next_register_s = now_s + _REGISTER_RETRY_S
             elif now_s >= next_heartbeat_s:
+                num_unanswered = 0
                 self._send_heartbeat(socket, now_s)
                 next_heartbeat_s = now_s + self._heartbeat_interval_s
             due_s = next_heartbeat_s if self.is_registered.is_set() else next_register_s
