@@ -64,6 +64,10 @@ class Scheduler:
         if self._options.policy == "fcfs":
             request.priority = 0
         self.requests[request.request_id] = request
+        if len(self._waiting) and request.may_hit and self._kv.enable_prefix_caching:
+            # It will not be its turn in the next step: ask the store now, so that the answer is known then.
+            self._kv.extend_hashes(request)
+            self._ledger.num_external_blocks(request.request_id, request.block_hashes, 0)
         self._waiting.push(request)
 
     def finish_request(self, request_id: str) -> bool:

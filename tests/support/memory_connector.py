@@ -35,6 +35,7 @@ class MemoryConnector(KVConnector):
         self.fail_calls: set[str] = set()  # names of methods that raise
         self.pending: dict[int, Transfer] = {}
         self.started: list[Transfer] = []
+        self.lookups: list[str] = []  # request ids, in the order they were asked for
         self._results: list[TransferResult] = []
         self._pool: KVPoolMemory | None = None
 
@@ -42,6 +43,7 @@ class MemoryConnector(KVConnector):
         self._pool = pool
 
     def get_num_new_matched_tokens(self, lookup: PrefixLookup, num_computed_tokens: int) -> int | None:
+        self.lookups.append(lookup.request_id)
         self._maybe_fail("lookup")
         if not self.is_lookup_known:
             return None

@@ -426,6 +426,17 @@ class TestExternalHits:
         bench.run()
         bench.assert_nothing_leaked()
 
+    def test_lookup_of_a_request_that_has_to_queue_starts_when_it_arrives(self) -> None:
+        connector = MemoryConnector()
+        bench = EngineBench(num_blocks=20, block_size=16, connector=connector, max_num_seqs=1)
+        for name in ("first", "second"):
+            bench.add(name, unique_prompt(ord(name[0]), 40), max_tokens=1)
+        assert connector.lookups == ["second"], "the first is asked for in the step that comes at once"
+        bench.step()
+        assert connector.lookups == ["second", "first"]
+        bench.run()
+        bench.assert_nothing_leaked()
+
     def test_lookup_not_known_yet_steps_aside_and_gives_up_in_time(self) -> None:
         prompt = unique_prompt(1, 40)
         connector = MemoryConnector(self._store_with(prompt))
