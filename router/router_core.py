@@ -191,6 +191,9 @@ class RouterCore:
             logger.warning("refused node %s: %s", message.node_id, outcome.refusal)
             return
         logger.info("node %s registered as %s (generation %d)", message.node_id, message.role, message.generation)
+        others = {node.connector for node in self.registry.connected()} - {message.connector}
+        if others:  # allowed, but it computes again what the others have
+            logger.warning("node %s has the store %s, others %s", message.node_id, message.connector, ", ".join(sorted(others)))
         self._fail_over(message.node_id, outcome.lost_request_ids, "registered again without its requests", now_s)
         self._node_became_available(now_s)
 
