@@ -27,7 +27,7 @@ from tests.simulation.sim_store import SimConnector
 
 NUM_FRESH_SEEDS = 500
 MAX_SEEDS_PER_BUG = 2000
-SEEDS_THAT_EVER_FAILED: tuple[int, ...] = ()
+SEEDS_THAT_FOUND_SOMETHING = (1, 9, 51, 69, 357, 407)  # a bug, real or planted: the sharpest ones, run every time
 
 
 def test_simulation_same_seed_is_the_same_run() -> None:
@@ -46,8 +46,8 @@ def test_simulation_fresh_seeds_keep_every_promise() -> None:
     assert summary["num_kills"] > 0 and summary["external_hit_tokens"] > 0 and summary["preemptions"] > 0
 
 
-@pytest.mark.parametrize("seed", SEEDS_THAT_EVER_FAILED)
-def test_simulation_seed_that_once_failed_keeps_every_promise(seed: int) -> None:
+@pytest.mark.parametrize("seed", SEEDS_THAT_FOUND_SOMETHING)
+def test_simulation_seed_that_once_found_something_keeps_every_promise(seed: int) -> None:
     assert run_seed(seed)[1] == ""
 
 
