@@ -183,8 +183,7 @@ class EngineCore:
                     self._ledger.cost.observe_prefill(num_tokens, executed_s - scheduled_s)
             self._record_step_time(started_s, scheduled_s, executed_s)
         self._report_handoffs(output)
-        self._scheduler.record_gauges()
-        stats.num_transfers_in_flight = self._ledger.num_in_flight
+        self._record_step_gauges()
         return output
 
     def settle(self) -> StepOutput:
@@ -254,13 +253,18 @@ class EngineCore:
         """Tokens of requests here that are not computed yet."""
         return sum(r.num_tokens_with_spec - r.num_computed_tokens for r in self._scheduler.requests.values())
 
-    def record_store_stats(self) -> None:
-        """Copy the connector's own counts into the stats; cheap, but not needed at every step."""
+    def record_gauges(self) -> None:
+        """Bring the stats' gauges up to date, also for what happened between steps, and copy the connector's own counts."""
+        self._record_step_gauges()
         if self._connector is not None:
             store = self._connector.stats()
             self.stats.store_bytes = store.store_bytes
             self.stats.store_blocks = store.store_blocks
             self.stats.store_evictions = store.num_evictions
+
+    def _record_step_gauges(self) -> None:
+        self._scheduler.record_gauges()
+        self.stats.num_transfers_in_flight = self._ledger.num_in_flight
 
     def audit(self) -> Audit:
         """Account for every block reference: each belongs to a request's table or to a transfer, else it leaked."""

@@ -68,7 +68,7 @@ class NodeCore:
 
     def heartbeat(self) -> messages.Heartbeat:
         """Load and stats of this moment; a copy, so that another thread may send it."""
-        self.engine.record_store_stats()
+        self.engine.record_gauges()
         stats = copy.deepcopy(self.engine.stats)
         return messages.Heartbeat(
             node_id=self.identity.node_id,

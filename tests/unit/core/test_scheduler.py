@@ -479,6 +479,8 @@ class TestExternalHits:
         for transfer_id in list(connector.pending):
             connector.complete(transfer_id)
         assert bench.engine.settle().prefill_done == ["r"]
+        bench.engine.record_gauges()
+        assert bench.engine.stats.kv_usage_ratio == 0.0, "metrics know it although no step follows"
         assert bench.engine.handoff_wait_s() == 0.0
 
     def test_prefill_stage_slow_store_does_not_hold_up_the_engine(self) -> None:
