@@ -158,7 +158,6 @@ class NodeOptions:
     router: str = "127.0.0.1:8001"
     node_id: str = ""
     metrics_port: int = 0
-    drain_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         host, _, port = self.router.rpartition(":")

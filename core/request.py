@@ -83,7 +83,6 @@ class Request:
     lookup_started_s: float | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_cached_tokens: int | None = None  # hit tokens at first admission; None before it
-    num_preemptions: int = 0
 
     @property
     def num_tokens_with_spec(self) -> int:

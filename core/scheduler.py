@@ -359,7 +359,6 @@ class Scheduler:
         self._kv.release(request)
         self._in_progress.withdraw(request)
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
         request.prompt_logprobs = []
         request.may_load = True
         request.num_loads = 0
