@@ -18,7 +18,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from core.errors import WireError
 from core.wire import messages
-from core.wire.sockets import open_node_socket
+from core.wire.curve import CurveKeys
+from core.wire.sockets import (
+    HANDSHAKE_FAILURES,
+    MONITORED_EVENTS,
+    connect_to_router,
+    disconnect_from_router,
+    open_node_socket,
+)
 
 _logger = logging.getLogger(__name__)
 _REGISTER_RETRY_S = 1.0
@@ -31,12 +38,14 @@ class NodeLink:
     A RegisterAgain among the commands means that the router has forgotten us: the step thread drops its requests then.
     """
 
-    def __init__(self, router_address: str, registration: messages.Register) -> None:
+    def __init__(self, router_address: str, registration: messages.Register, keys: CurveKeys | None = None) -> None:
         self.commands: deque[messages.RouterMessage] = deque()
         self.refusal = ""
         self.is_registered = threading.Event()
         self._registration = registration
         self._router_address = router_address
+        self._keys = keys
+        self._num_failed_handshakes = 0
         self._outbox: deque[messages.NodeMessage] = deque()
         self._heartbeat: messages.Heartbeat | None = None
         self._heartbeat_set_s = 0.0
@@ -87,18 +96,22 @@ class NodeLink:
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         identity = f"{self._registration.node_id}:{self._registration.generation:x}".encode()
-        socket = open_node_socket(context, self._router_address, identity)
+        socket = open_node_socket(context, self._router_address, identity, self._keys)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = socket.get_monitor_socket(MONITORED_EVENTS)
         poller.register(monitor, zmq.POLLIN)
         next_register_s = next_heartbeat_s = 0.0
         num_unanswered = 0
+        must_connect = False
         while not self._is_closed:
             now_s = time.monotonic()
             if not self.is_registered.is_set():
                 if now_s >= next_register_s:
+                    if must_connect:
+                        connect_to_router(socket, self._router_address)
+                        must_connect = False
                     self._send_now(socket, self._registration)
                     num_unanswered += 1
                     if num_unanswered % _REGISTRATIONS_PER_WARNING == 0:
@@ -107,7 +120,7 @@ class NodeLink:
                         )
                     next_register_s = now_s + _REGISTER_RETRY_S
             elif now_s >= next_heartbeat_s:
-                num_unanswered = 0
+                num_unanswered = self._num_failed_handshakes = 0
                 self._send_heartbeat(socket, now_s)
                 next_heartbeat_s = now_s + self._heartbeat_interval_s
             due_s = next_heartbeat_s if self.is_registered.is_set() else next_register_s
@@ -115,9 +128,14 @@ class NodeLink:
             if self._wake_read in ready:
                 os.read(self._wake_read, 65536)
             if monitor in ready:
-                recv_monitor_message(monitor)
-                self._forget_registration()
-                next_register_s = 0.0
+                event = recv_monitor_message(monitor)["event"]
+                if event in HANDSHAKE_FAILURES:
+                    self._warn_of_handshake(event)
+                    disconnect_from_router(socket, self._router_address)
+                    must_connect = True
+                elif self.is_registered.is_set():
+                    self._forget_registration()
+                    next_register_s = 0.0
             if socket in ready:
                 self._receive_all(socket)
             self._flush(socket)
@@ -126,6 +144,18 @@ class NodeLink:
         context.destroy(linger=200)
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+    def _warn_of_handshake(self, event: int) -> None:
+        self._num_failed_handshakes += 1
+        if self._num_failed_handshakes % _REGISTRATIONS_PER_WARNING != 1:
+            return
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            reason = "does not accept this node's keys (security.keys): they are another cluster's"
+        elif self._keys:
+            reason = "ended the handshake: it has no keys (security.keys), or another cluster's than this node"
+        else:
+            reason = "ended the handshake: it has keys (security.keys) and this node has none, or it went away"
+        _logger.warning("not registered: the router at %s %s", self._router_address, reason)
 
     def _send_heartbeat(self, socket: zmq.Socket[bytes], now_s: float) -> None:
         """With the age of what it says: a step thread that is stuck shows, although this thread lives."""

@@ -12,14 +12,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from core.config import EXIT_USAGE, OneLineParser, parse_config
+from core.config import EXIT_USAGE, OneLineParser, parse_config, router_api_key
 from core.errors import InvalidInputError, KVRelayError
 from deploy.router_client import get_json
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-SERVE_SECTIONS = ("model", "engine", "connector", "router", "cluster")
+SERVE_SECTIONS = ("model", "engine", "connector", "router", "cluster", "security")
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 USAGE = """usage: kvrelay COMMAND [OPTIONS]     (kvrelay COMMAND --help lists a command's options)
@@ -30,6 +30,8 @@ USAGE = """usage: kvrelay COMMAND [OPTIONS]     (kvrelay COMMAND --help lists a 
   decode-node    one decode node: --router HOST:PORT
   nodes          the nodes of a running router: --url URL
   audit          what a running cluster still holds: --url URL; exit code 1 when something is left
+                 (both send the API key in KVRELAY_API_KEY, if there is one)
+  keys           keys for a cluster beyond one machine: DIR; API keys: api NAME --file FILE [--admin]
   version        this version"""
 
 
@@ -101,6 +103,12 @@ def _audit(argv: list[str]) -> int:
     return EXIT_OK if isinstance(body, dict) and body.get("is_clean") is True else EXIT_FAILED
 
 
+def _keys(argv: list[str]) -> int:
+    from deploy.keys import run_keys
+
+    return run_keys(argv)
+
+
 def _version(_argv: list[str]) -> int:
     try:
         print(f"kvrelay {importlib.metadata.version('kvrelay')}")
@@ -113,7 +121,7 @@ def _ask_router(prog: str, argv: list[str], path: str, allowed: tuple[int, ...] 
     parser = OneLineParser(prog=prog, allow_abbrev=False)
     parser.add_argument("--url", default=DEFAULT_URL, help="of the router (default %(default)s)")
     url = parser.parse_args(argv).url
-    status, body = get_json(url, path, timeout_s=30.0)
+    status, body = get_json(url, path, timeout_s=30.0, api_key=router_api_key())
     if status not in allowed or body is None:
         raise KVRelayError(f"{url}{path} answered with status {status}: {body}")
     return body
@@ -126,6 +134,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "decode-node": _decode_node,
     "nodes": _nodes,
     "audit": _audit,
+    "keys": _keys,
     "version": _version,
 }
 

@@ -4,35 +4,56 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from typing import Any
 
 from core.errors import InvalidInputError, KVRelayError
 
+_NODE_UP = re.compile(r'^kvrelay_node_up\{[^}]*\bnode_id="([^"]*)"[^}]*\} 1\.0$', re.MULTILINE)
+
 
 class RouterUnreachableError(KVRelayError):
     """Nothing answered at the URL, or not like a router."""
 
 
-def get_json(url: str, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
+def get_json(url: str, path: str, timeout_s: float = 5.0, api_key: str = "") -> tuple[int, Any]:
     """GET url + path: the HTTP status, whatever it is, and the decoded JSON body (None when there is none).
+
+    Raises RouterUnreachableError, and InvalidInputError when the URL is none.
+    """
+    status, body = get(url, path, timeout_s, api_key)
+    try:
+        return status, json.loads(body) if body else None
+    except ValueError:
+        return status, None
+
+
+def nodes_up(url: str, timeout_s: float = 5.0) -> set[str]:
+    """The names of the nodes that are up, from /metrics, which needs no API key. Raises RouterUnreachableError."""
+    _, body = get(url, "/metrics", timeout_s)
+    return set(_NODE_UP.findall(body.decode(errors="replace")))
+
+
+def get(url: str, path: str, timeout_s: float = 5.0, api_key: str = "") -> tuple[int, bytes]:
+    """GET url + path: the HTTP status, whatever it is, and the body. api_key "": none is sent.
 
     Raises RouterUnreachableError, and InvalidInputError when the URL is none.
     """
     if not url.startswith(("http://", "https://")):
         raise InvalidInputError("--url", url, "http://HOST:PORT")
     # The cluster is spoken to directly, whatever proxy the environment names for the outside.
+    request = urllib.request.Request(url.rstrip("/") + path)  # noqa: S310  # the scheme is checked above
+    if api_key:
+        request.add_unredirected_header("Authorization", f"Bearer {api_key}")  # for this router alone
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url.rstrip("/") + path, timeout=timeout_s) as response:
+        with opener.open(request, timeout=timeout_s) as response:
             status, body = response.status, response.read()
     except urllib.error.HTTPError as error:
         with error:
             status, body = error.code, error.read()
     except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a port that is no number
         raise RouterUnreachableError(f"no answer from {url}: {getattr(error, 'reason', error)}") from error
-    try:
-        return status, json.loads(body) if body else None
-    except ValueError:
-        return status, None
+    return status, body

@@ -24,6 +24,8 @@ from core.clock import Clock
 from core.config import RouterOptions
 from core.errors import InvalidInputError, OverloadedError
 from core.wire.messages import ModelInfo
+from router.api_key_file import ApiKeyFile
+from router.api_keys import ApiKeyGate
 from router.chat_template import ChatTemplate
 from router.dispatcher import Dispatcher
 from router.http_generation import HTTP_CLIENT_CLOSED, GenerationEndpoints, GenerationFailedError, json_response
@@ -75,6 +77,7 @@ class HttpApi:
         chat_template: ChatTemplate | None,
         dispatcher: Dispatcher,
         metrics: RouterMetrics,
+        api_keys: ApiKeyFile | None = None,
     ) -> None:
         self.is_shutting_down = False
         self._options = options
@@ -85,7 +88,8 @@ class HttpApi:
         self._metrics = metrics
         self._created = int(time.time())
         self._generation = GenerationEndpoints(dispatcher.core, tokenizer, chat_template, self.limits)
-        self.app: ASGIApp = _with_request_id(self._routes())
+        gate = ApiKeyGate(self._routes(), api_keys, metrics, has_salt_per_key=options.cache_salt_per_key)
+        self.app: ASGIApp = _with_request_id(gate)
 
     def limits(self) -> ModelLimits:
         """What requests are checked against: the nodes' word once there was one, else the model folder's."""
