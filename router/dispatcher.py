@@ -36,7 +36,7 @@ TICK_S = 0.05  # how late a deadline may be noticed
 AUDIT_POLL_S = 0.005
 # libzmq reports a disconnect before the peer is removed from the routing table, so that one ping may come too early.
 PING_DELAYS_S = (0.0, 0.02, 0.2)
-HANDSHAKES_PER_WARNING = 100  # a node with wrong keys tries again every second, and so does whoever else is out there
+HANDSHAKE_WARNING_INTERVAL_S = 10.0  # a node with wrong keys tries again every second, and so may whoever else is out there
 
 
 class Dispatcher:
@@ -46,7 +46,9 @@ class Dispatcher:
         """keys None: in the clear, for loopback. Raises ConfigError for an unknown policy."""
         self._metrics = metrics
         self._keys = keys
+        self._clock = clock
         self._num_failed_handshakes = 0
+        self._next_handshake_warning_s = 0.0
         self._authenticator: AsyncioAuthenticator | None = None
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -150,7 +152,7 @@ class Dispatcher:
 
     async def _watch_connections(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
-            # All that has come since: whoever connects again and again must not put off the news of a node that is gone.
+            # All that has come since: when the monitor's queue is full, libzmq's I/O thread waits for us, and with it every node.
             self._count_handshake(await recv_monitor_message(monitor))
             while await monitor.poll(0):
                 self._count_handshake(await recv_monitor_message(monitor))
@@ -159,15 +161,17 @@ class Dispatcher:
                 self.core.ping_all()
 
     def _count_handshake(self, event: Mapping[str, Any]) -> None:
-        if event["event"] in HANDSHAKE_FAILURES:
-            if self._num_failed_handshakes % HANDSHAKES_PER_WARNING == 0:
-                logger.warning(
-                    "%d connections to the control port failed the handshake so far: a node without this cluster's keys "
-                    "(security.keys), or something that is no node",
-                    self._num_failed_handshakes + 1,
-                )
-            self._num_failed_handshakes += 1
-            self._metrics.failed_handshakes.inc()
+        if event["event"] not in HANDSHAKE_FAILURES:
+            return
+        self._metrics.failed_handshakes.inc()
+        self._num_failed_handshakes += 1
+        if self._clock.now_s() >= self._next_handshake_warning_s:
+            self._next_handshake_warning_s = self._clock.now_s() + HANDSHAKE_WARNING_INTERVAL_S
+            logger.warning(
+                "%d connections to the control port failed the handshake so far: a node without this cluster's keys "
+                "(security.keys), or something that is no node",
+                self._num_failed_handshakes,
+            )
 
     async def _ending_loudly(self, loop: Coroutine[Any, Any, None]) -> None:
         """The loop's top: a bug that ends it is logged, fails what is in flight, and tells the process to end."""
