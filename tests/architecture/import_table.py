@@ -63,7 +63,7 @@ BACKEND_NAMES = ("shm", "nvme", "redis", "ray", "lmcache")
 # The default of the configuration has to be some name.
 MAY_NAME_BACKENDS = ("core.config",)
 
-FORBIDDEN_EVERYWHERE = frozenset({"pickle", "cloudpickle", "dill", "shelve", "marshal"})
+FORBIDDEN_EVERYWHERE = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "jsonpickle"})
 
 
 def room_of(module: str, rooms: dict[str, Room]) -> str | None:

@@ -16,6 +16,7 @@ import yaml
 from starlette.types import Message, Scope
 
 from core.wire.messages import Generate
+from deploy.router_client import nodes_up
 from router.api_key_file import ApiKeyFile, add_api_key
 from router.api_keys import ACCESS_BY_PATH, Access, ApiKeyGate, access_of, bearer_key, is_local, tenant_cache_salt
 from router.metrics import RouterMetrics
@@ -318,3 +319,8 @@ def test_access_every_route_is_in_the_table(keyed: Keyed) -> None:
 def test_bearer_key_scheme_is_read_in_any_case(header: bytes, expected: bytes) -> None:
     assert bearer_key([(b"host", b"x"), (b"authorization", header)]) == expected
     assert bearer_key([]) == b""
+
+
+def test_nodes_up_are_told_without_a_key(keyed: Keyed) -> None:
+    """What `kvrelay serve` waits for, whoever the API keys belong to."""
+    assert nodes_up(keyed.router.url) == {"prefill-0", "decode-1"}
