@@ -30,6 +30,7 @@ from core.wire.sockets import (
 _logger = logging.getLogger(__name__)
 _REGISTER_RETRY_S = 1.0
 _REGISTRATIONS_PER_WARNING = 10
+_HANDSHAKE_WARNING_INTERVAL_S = 10.0
 
 
 class NodeLink:
@@ -45,7 +46,7 @@ class NodeLink:
         self._registration = registration
         self._router_address = router_address
         self._keys = keys
-        self._num_failed_handshakes = 0
+        self._next_handshake_warning_s = 0.0
         self._outbox: deque[messages.NodeMessage] = deque()
         self._heartbeat: messages.Heartbeat | None = None
         self._heartbeat_set_s = 0.0
@@ -120,7 +121,7 @@ class NodeLink:
                         )
                     next_register_s = now_s + _REGISTER_RETRY_S
             elif now_s >= next_heartbeat_s:
-                num_unanswered = self._num_failed_handshakes = 0
+                num_unanswered = 0
                 self._send_heartbeat(socket, now_s)
                 next_heartbeat_s = now_s + self._heartbeat_interval_s
             due_s = next_heartbeat_s if self.is_registered.is_set() else next_register_s
@@ -129,11 +130,11 @@ class NodeLink:
                 os.read(self._wake_read, 65536)
             if monitor in ready:
                 event = recv_monitor_message(monitor)["event"]
-                if event in HANDSHAKE_FAILURES:
+                if event in HANDSHAKE_FAILURES and not self.is_registered.is_set():  # else it is of an earlier attempt
                     self._warn_of_handshake(event)
                     disconnect_from_router(socket, self._router_address)
                     must_connect = True
-                elif self.is_registered.is_set():
+                elif event == zmq.EVENT_DISCONNECTED and self.is_registered.is_set():
                     self._forget_registration()
                     next_register_s = 0.0
             if socket in ready:
@@ -146,9 +147,10 @@ class NodeLink:
         os.close(self._wake_write)
 
     def _warn_of_handshake(self, event: int) -> None:
-        self._num_failed_handshakes += 1
-        if self._num_failed_handshakes % _REGISTRATIONS_PER_WARNING != 1:
+        now_s = time.monotonic()
+        if now_s < self._next_handshake_warning_s:
             return
+        self._next_handshake_warning_s = now_s + _HANDSHAKE_WARNING_INTERVAL_S
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             reason = "does not accept this node's keys (security.keys): they are another cluster's"
         elif self._keys:

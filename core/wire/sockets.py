@@ -15,7 +15,6 @@ _RECONNECT_MAX_MS = 1_000
 _LINGER_MS = 200
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
-
 # What a socket's monitor reports when the two ends cannot agree on keys. libzmq retries after some of them and gives up after
 # others, so that the node's end starts anew after each (disconnect_from_router, connect_to_router).
 HANDSHAKE_FAILURES = (

@@ -80,7 +80,7 @@ class RunningRouter:
         self._loop = asyncio.get_running_loop()
         clock, metrics = MonotonicClock(), RouterMetrics("tiny")
         self.dispatcher = Dispatcher(self.options, clock, metrics, self._keys)
-        self.control_port = self.dispatcher.bind("127.0.0.1", self.options.control_port)
+        self.control_port = self.dispatcher.bind(self.options.control_host, self.options.control_port)
         self.dispatcher.start()
         template = load_chat_template(self._folder, self.tokenizer)
         file = self.options.api_keys_file

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +15,14 @@ import httpx
 import pytest
 import zmq
 
+from core.clock import MonotonicClock
+from core.config import RouterOptions
+from core.errors import ConfigError
 from core.node_link import NodeLink
 from core.wire.curve import NODE, ROUTER, CurveKeys, create_keys, load_keys
 from core.wire.messages import Register, RouterMessage, encode
+from router.dispatcher import Dispatcher
+from router.metrics import RouterMetrics
 from tests.unit.router.fake_node import model_info
 from tests.unit.router.running_router import RunningRouter
 
@@ -63,9 +70,9 @@ def registration(router: RunningRouter, node_id: str) -> Register:
 
 
 @contextmanager
-def linked(router: RunningRouter, node_keys: CurveKeys | None, port: int = 0) -> Iterator[NodeLink]:
+def linked(router: RunningRouter, node_keys: CurveKeys | None, port: int = 0, host: str = "127.0.0.1") -> Iterator[NodeLink]:
     """The production link of a node "probe"."""
-    link = NodeLink(f"127.0.0.1:{port or router.control_port}", registration(router, "probe"), node_keys)
+    link = NodeLink(f"{host}:{port or router.control_port}", registration(router, "probe"), node_keys)
     link.start()
     try:
         yield link
@@ -188,6 +195,32 @@ def test_keys_flood_of_failed_handshakes_keeps_no_node_waiting(secure_router: Ru
     assert up_nodes(secure_router) >= {node.node_id}
 
 
+@pytest.mark.parametrize(("control_host", "node_host"), [("::1", "[::1]"), ("localhost", "localhost")])
+def test_control_host_by_ipv6_and_by_name_is_found_skipped_without_ipv6(
+    model_folder: Path, keys: tuple[CurveKeys, CurveKeys], control_host: str, node_host: str
+) -> None:
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    with (
+        RunningRouter(model_folder, keys=keys[0], control_host=control_host) as router,
+        linked(router, keys[1], host=node_host) as link,
+    ):
+        assert link.is_registered.wait(DEADLINE_S)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.77", "no-such-name.invalid"])
+def test_control_host_beyond_loopback_is_not_bound_without_keys(host: str) -> None:
+    async def bind() -> None:
+        dispatcher = Dispatcher(RouterOptions(), MonotonicClock(), RouterMetrics("tiny"))
+        try:
+            dispatcher.bind(host, 0)
+        finally:
+            await dispatcher.stop()
+
+    with pytest.raises(ConfigError, match=rf"^router\.control_host: got '{host}'"):
+        asyncio.run(bind())
+
+
 def test_keys_messages_travel_encrypted(secure_router: RunningRouter, keys: tuple[CurveKeys, CurveKeys]) -> None:
     """Between node and router: a listener in the middle sees no word of what is said."""
     seen = bytearray()
@@ -201,8 +234,6 @@ def test_keys_messages_travel_encrypted(secure_router: RunningRouter, keys: tupl
 @contextmanager
 def _relay(port: int, seen: bytearray) -> Iterator[int]:
     """A TCP relay for one connection that keeps what passes."""
-    import threading
-
     listener = socket.create_server(("127.0.0.1", 0))
 
     def copy(source: socket.socket, target: socket.socket) -> None:
