@@ -85,7 +85,7 @@ class RunningRouter:
         template = load_chat_template(self._folder, self.tokenizer)
         file = self.options.api_keys_file
         api_keys = ApiKeyFile(Path(file), clock) if file else None
-        self.api = HttpApi(self.options, clock, self.model, self.tokenizer, template, self.dispatcher, metrics, api_keys)
+        self.api = HttpApi(self.options, clock, self.model, self.tokenizer, template, self.dispatcher, metrics, api_keys=api_keys)
         self._server = uvicorn.Server(
             uvicorn.Config(self.api.app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
         )

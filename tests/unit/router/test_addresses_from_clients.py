@@ -15,6 +15,7 @@ import pytest
 
 from core.sampling_params import SamplingParams
 from core.wire.messages import RouterMessage, encode
+from core.wire.numbering import OUTSIDE
 from tests.unit.router.running_router import RunningRouter
 
 MARKER = "attacker.example"
@@ -57,7 +58,7 @@ def test_unknown_field_is_ignored_and_reaches_no_node(cluster: RunningRouter, pa
     told = [message for node, old in zip(cluster.nodes, before, strict=True) for message in node.received[old:]]
     assert told
     for message in told:
-        assert MARKER.encode() not in encode(message)
+        assert MARKER.encode() not in encode(message, OUTSIDE)
 
 
 def test_unknown_field_inside_known_ones_reaches_no_node(cluster: RunningRouter) -> None:
@@ -67,7 +68,7 @@ def test_unknown_field_inside_known_ones_reaches_no_node(cluster: RunningRouter)
     answer = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=10)
     assert answer.status_code == 200, answer.text
     told = [told for node, old in zip(cluster.nodes, before, strict=True) for told in node.received[old:]]
-    assert told and not any(MARKER.encode() in encode(message) for message in told)
+    assert told and not any(MARKER.encode() in encode(message, OUTSIDE) for message in told)
 
 
 def test_messages_to_nodes_have_no_field_for_an_address() -> None:

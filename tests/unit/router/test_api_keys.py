@@ -16,7 +16,7 @@ import yaml
 from starlette.types import Message, Scope
 
 from core.wire.messages import Generate
-from deploy.router_client import nodes_up
+from deploy.router_client import get_json, nodes_up, post_json
 from router.api_key_file import ApiKeyFile, add_api_key
 from router.api_keys import ACCESS_BY_PATH, Access, ApiKeyGate, access_of, bearer_key, is_local, tenant_cache_salt
 from router.metrics import RouterMetrics
@@ -324,3 +324,14 @@ def test_bearer_key_scheme_is_read_in_any_case(header: bytes, expected: bytes) -
 def test_nodes_up_are_told_without_a_key(keyed: Keyed) -> None:
     """What `kvrelay serve` waits for, whoever the API keys belong to."""
     assert nodes_up(keyed.router.url) == {"prefill-0", "decode-1"}
+
+
+def test_commands_send_the_key_of_their_environment(keyed: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def statuses() -> tuple[int, int]:
+        return get_json(keyed.router.url, "/requests")[0], post_json(keyed.router.url, "/drain/nobody")[0]
+
+    assert statuses() == (401, 401)
+    monkeypatch.setenv("KVRELAY_API_KEY", keyed.alice)
+    assert statuses() == (403, 403)
+    monkeypatch.setenv("KVRELAY_API_KEY", keyed.admin)
+    assert statuses() == (200, 404)

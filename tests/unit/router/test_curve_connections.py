@@ -21,6 +21,7 @@ from core.errors import ConfigError
 from core.node_link import NodeLink
 from core.wire.curve import NODE, ROUTER, CurveKeys, create_keys, load_keys
 from core.wire.messages import Register, RouterMessage, encode
+from core.wire.numbering import OUTSIDE
 from router.dispatcher import Dispatcher
 from router.metrics import RouterMetrics
 from tests.unit.router.fake_node import model_info
@@ -106,7 +107,8 @@ def assert_serves(router: RunningRouter) -> None:
 
 def test_keys_right_ones_register_and_serve(secure_router: RunningRouter, keys: tuple[CurveKeys, CurveKeys]) -> None:
     with linked(secure_router, keys[1]) as link:
-        assert link.is_registered.wait(DEADLINE_S) and link.refusal == ""
+        wait_until(lambda: link.is_registered, "the node is registered")
+        assert link.refusal == ""
         assert node_ids(secure_router) == {"probe"}
     wait_until(lambda: "probe" not in up_nodes(secure_router), "the node that left is down")
     assert_serves(secure_router)
@@ -134,7 +136,7 @@ def test_keys_wrong_ones_never_register_and_say_so(
     }[case]
     with caplog.at_level(logging.WARNING), linked(secure_router, node_keys) as link:
         wait_until(lambda: num_failed_handshakes(secure_router) >= 2, "the node has tried twice")
-        assert not link.is_registered.is_set()
+        assert not link.is_registered
         assert node_ids(secure_router) == set()
         wait_until(lambda: any(record.name == "core.node_link" for record in caplog.records), "the node has said why")
     said = [record.getMessage() for record in caplog.records if record.name == "core.node_link"]
@@ -149,7 +151,7 @@ def test_keys_of_the_node_alone_router_in_the_clear_gets_nothing(
     with RunningRouter(model_folder) as router:
         with caplog.at_level(logging.WARNING), linked(router, keys[1]) as link:
             wait_until(lambda: num_failed_handshakes(router) >= 2, "the node has tried twice")
-            assert not link.is_registered.is_set()
+            assert not link.is_registered
             assert node_ids(router) == set()
         said = [record.getMessage() for record in caplog.records if record.name == "core.node_link"]
         assert "it has no keys (security.keys)" in said[0], said
@@ -164,7 +166,7 @@ def test_keys_router_that_gets_the_right_ones_later_is_found(model_folder: Path,
             wait_until(lambda: num_failed_handshakes(wrong_router) >= 2, "the node has tried twice")
             wrong_router.__exit__()
             with RunningRouter(model_folder, keys=keys[0], node_keys=keys[1], control_port=port) as router:
-                assert link.is_registered.wait(DEADLINE_S), "a node whose handshake failed must not give up"
+                wait_until(lambda: link.is_registered, "a node whose handshake failed has not given up")
                 assert node_ids(router) == {"probe"}
 
 
@@ -173,7 +175,7 @@ def test_keys_plain_client_and_noise_reach_nothing(secure_router: RunningRouter)
     plain = context.socket(zmq.DEALER)
     plain.connect(f"tcp://127.0.0.1:{secure_router.control_port}")
     try:
-        plain.send(encode(registration(secure_router, "plain")))
+        plain.send(encode(registration(secure_router, "plain"), OUTSIDE))
         for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(48), b"\x00" * 4096):
             with socket.create_connection(("127.0.0.1", secure_router.control_port)) as raw:
                 raw.sendall(noise)
@@ -205,7 +207,7 @@ def test_control_host_by_ipv6_and_by_name_is_found_skipped_without_ipv6(
         RunningRouter(model_folder, keys=keys[0], control_host=control_host) as router,
         linked(router, keys[1], host=node_host) as link,
     ):
-        assert link.is_registered.wait(DEADLINE_S)
+        wait_until(lambda: link.is_registered, "the node is registered")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.77", "no-such-name.invalid"])
@@ -225,7 +227,7 @@ def test_keys_messages_travel_encrypted(secure_router: RunningRouter, keys: tupl
     """Between node and router: a listener in the middle sees no word of what is said."""
     seen = bytearray()
     with _relay(secure_router.control_port, seen) as port, linked(secure_router, keys[1], port) as link:
-        assert link.is_registered.wait(DEADLINE_S)
+        wait_until(lambda: link.is_registered, "the node is registered")
         commands: list[RouterMessage] = list(link.commands)
     assert not commands and len(seen) > 500
     assert b"probe" not in seen and b"register" not in seen and b"CURVE" in seen
