@@ -89,7 +89,7 @@ class SimCluster:
         self.store = SimStore(capacity_blocks=rng.choice((20, 200, 5000)), max_delay_s=rng.choice((0.0005, 0.02, 0.3)))
         self.router_options = RouterOptions(
             request_timeout_s=60.0,
-            prefill_timeout_s=rng.choice((0.5, 5.0)),
+            prefill_timeout_s=rng.choice((0.05, 0.5, 5.0)),
             node_wait_s=5.0,
             heartbeat_timeout_s=2.0,
             max_attempts=rng.choice((3, 6)),
