@@ -46,6 +46,7 @@ class ModelOptions:
         _check(self.dtype in DTYPES, "model.dtype", self.dtype, " or ".join(DTYPES))
         _check(self.max_model_len >= 0, "model.max_model_len", self.max_model_len, "0 (the model's own) or more")
         _check(bool(self.path), "model.path", self.path, "an alias or a folder")
+        _check(len(self.name) <= 512, "model.served_name", self.name, "at most 512 characters")
 
     @property
     def name(self) -> str:
@@ -163,6 +164,8 @@ class NodeOptions:
         host, _, port = self.router.rpartition(":")
         is_address = bool(host) and port.isdigit() and 1 <= int(port) <= 65535
         _check(is_address, "node.router", self.router, "HOST:PORT, with a port from 1 to 65535")
+        is_name = len(self.node_id) <= 128 and all("!" <= char <= "~" for char in self.node_id)
+        _check(is_name, "node.node_id", self.node_id, "at most 128 printable ASCII characters without spaces")
         _check(-1 <= self.metrics_port <= 65535, "node.metrics_port", self.metrics_port, "-1 to 65535")
 
 

@@ -19,10 +19,12 @@ from zmq.utils.monitor import recv_monitor_message
 from core.errors import WireError
 from core.wire import messages
 from core.wire.sockets import open_node_socket
+from core.wire.warning_limit import WarningLimit
 
 _logger = logging.getLogger(__name__)
 _REGISTER_RETRY_S = 1.0
 _REGISTRATIONS_PER_WARNING = 10
+_MAX_MESSAGES_IN_A_ROW = 256  # taken before heartbeats and news get their turn
 
 
 class NodeLink:
@@ -43,6 +45,7 @@ class NodeLink:
         self._heartbeat_interval_s = 0.5
         self._has_command = threading.Event()
         self._is_closed = False
+        self._garbage = WarningLimit()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name="node-link", daemon=True)
@@ -85,6 +88,15 @@ class NodeLink:
             os.write(self._wake_write, b"x")
 
     def _run(self) -> None:
+        """The thread's top: without it the node would be deaf and dumb, so a bug in it ends the node, loudly."""
+        try:
+            self._serve()
+        except Exception as error:
+            _logger.exception("the link to the router ended")
+            self.refusal = f"internal error of the link: {type(error).__name__}"
+            self._has_command.set()
+
+    def _serve(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         identity = f"{self._registration.node_id}:{self._registration.generation:x}".encode()
         socket = open_node_socket(context, self._router_address, identity)
@@ -144,15 +156,18 @@ class NodeLink:
             _logger.warning("dropped a %s: the queue to the router is full", type(message).__name__)
 
     def _receive_all(self, socket: zmq.Socket[bytes]) -> None:
-        while True:
+        for _ in range(_MAX_MESSAGES_IN_A_ROW):
             try:
-                payload = socket.recv(zmq.NOBLOCK)
+                frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                message = messages.decode_router_message(payload)
+                if len(frames) != 1:
+                    raise WireError(f"{len(frames)} frames, not 1")
+                message = messages.decode_router_message(frames[0])
             except WireError as error:
-                _logger.warning("ignored a message: %s", error)
+                if num := self._garbage.count(b"router", time.monotonic()):
+                    _logger.warning("ignored %d messages of the router, the last: %s", num, error)
                 continue
             self._handle(message)
 

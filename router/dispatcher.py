@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import secrets
 from collections.abc import Coroutine
@@ -22,6 +23,7 @@ from core.config import RouterOptions
 from core.errors import ConfigError, WireError
 from core.wire.messages import AuditReply, Drain, RouterMessage, decode_node_message, encode
 from core.wire.sockets import configure_router_socket
+from core.wire.warning_limit import WarningLimit
 from router.metrics import RouterMetrics
 from router.router_core import RouterCore
 
@@ -29,6 +31,7 @@ logger = logging.getLogger("kvrelay.router")
 
 TICK_S = 0.05  # how late a deadline may be noticed
 AUDIT_POLL_S = 0.005
+MAX_MESSAGES_IN_A_ROW = 32  # taken from a socket that never runs dry, before everything else gets its turn
 # libzmq reports a disconnect before the peer is removed from the routing table, so that one ping may come too early.
 PING_DELAYS_S = (0.0, 0.02, 0.2)
 
@@ -39,6 +42,8 @@ class Dispatcher:
     def __init__(self, options: RouterOptions, clock: Clock, metrics: RouterMetrics) -> None:
         """Raises ConfigError for an unknown policy."""
         self._metrics = metrics
+        self._clock = clock
+        self._garbage = WarningLimit()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor: zmq.asyncio.Socket | None = None
@@ -111,15 +116,18 @@ class Dispatcher:
         return True
 
     async def _receive_forever(self) -> None:
-        while True:
+        for count in itertools.count(1):
             frames = await self._socket.recv_multipart()
+            if count % MAX_MESSAGES_IN_A_ROW == 0:  # awaiting what is there already does not let others run
+                await asyncio.sleep(0)
             try:
                 if len(frames) != 2:
                     raise WireError(f"{len(frames)} frames, not 2")
                 message = decode_node_message(frames[1])
             except WireError as error:
                 self._metrics.wire_errors.inc()
-                logger.warning("ignored a message of %r: %s", frames[0][:64], error)
+                if num := self._garbage.count(frames[0], self._clock.now_s()):
+                    logger.warning("ignored %d messages of %r, the last: %s", num, frames[0][:64], error)
                 continue
             self.core.handle_message(frames[0], message)
 

@@ -14,6 +14,7 @@ from core.clock import Clock
 from core.config import RouterOptions
 from core.errors import OverloadedError
 from core.wire.messages import (
+    MAX_TEXT_CHARS,
     Abort,
     AuditReply,
     AuditRequest,
@@ -26,6 +27,7 @@ from core.wire.messages import (
     RouterMessage,
     Updates,
 )
+from core.wire.warning_limit import WarningLimit
 from router.metrics import RouterMetrics
 from router.policy import Placer
 from router.registry import HeartbeatOutcome, NodeRegistry, NodeState
@@ -79,6 +81,7 @@ class RouterCore:
         self._audit_ids = itertools.count(1)
         self._lost: list[tuple[str, str]] = []  # (node_id, reason) to mark down once the current input is handled
         self._is_handling_lost = False
+        self._refusals = WarningLimit()
         self._last_time_s = clock.now_s()
         metrics.watch_nodes(self.registry, clock)
 
@@ -147,7 +150,9 @@ class RouterCore:
             self._handle_register(identity, message, now_s)
         else:
             round_ = self.audits.get(message.audit_id)
-            if round_ is not None and message.node_id in round_.missing:
+            node = self.registry.node_of(identity)
+            is_its_own = node is not None and node.node_id == message.node_id
+            if round_ is not None and is_its_own and message.node_id in round_.missing:
                 round_.missing.discard(message.node_id)
                 round_.replies[message.node_id] = message
         self._handle_lost()
@@ -160,7 +165,8 @@ class RouterCore:
         self._last_time_s = now_s
         for node_id in self.registry.expired_node_ids(now_s):
             self._lost.append((node_id, f"sent no heartbeat for {self._options.heartbeat_timeout_s:g} s"))
-        self.registry.forget_long_down(now_s)
+        for node_id in self.registry.forget_long_down(now_s):
+            self._metrics.forget_node(node_id)
         for tracked in list(self._tracked.values()):
             if now_s >= tracked.flow.next_deadline_s:
                 self._guarded(tracked, lambda flow: flow.on_time(now_s))
@@ -186,9 +192,10 @@ class RouterCore:
     def _handle_register(self, identity: bytes, message: Register, now_s: float) -> None:
         outcome = self.registry.register(message, identity, now_s)
         interval_s = self._options.heartbeat_interval_s
-        self._send_to(identity, RegisterReply(outcome.refusal, interval_s))
+        self._send_to(identity, RegisterReply(outcome.refusal[:MAX_TEXT_CHARS], interval_s))
         if outcome.refusal:
-            logger.warning("refused node %s: %s", message.node_id, outcome.refusal)
+            if num := self._refusals.count(identity, now_s):
+                logger.warning("refused node %s: %s (%d such since the last line)", message.node_id, outcome.refusal, num)
             return
         logger.info("node %s registered as %s (generation %d)", message.node_id, message.role, message.generation)
         others = {node.connector for node in self.registry.connected()} - {message.connector}
@@ -217,7 +224,8 @@ class RouterCore:
         for update in message.updates:
             tracked = self._tracked.get(update.request_id.rpartition(".")[0])
             if tracked is not None:
-                self._guarded(tracked, lambda flow, update=update: flow.on_update(node.node_id, update, now_s))  # type: ignore[misc]
+                vocab_size = node.model.vocab_size
+                self._guarded(tracked, lambda flow, update=update: flow.on_update(node.node_id, update, now_s, vocab_size))  # type: ignore[misc]
 
     def _node_became_available(self, now_s: float) -> None:
         for tracked in list(self._tracked.values()):
