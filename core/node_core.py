@@ -86,6 +86,9 @@ class NodeCore:
     def _generate(self, command: messages.Generate) -> list[messages.NodeMessage]:
         if self.is_draining:
             return [_refusal(command.request_id, "this node is draining")]
+        if self.engine.has_request(command.request_id):  # a refusal would end the one that runs
+            _logger.warning("ignored a second request with the id %s", command.request_id)
+            return []
         try:
             self.engine.add_request(
                 command.request_id,

@@ -221,11 +221,14 @@ class RouterCore:
             self._node_became_available(now_s)
 
     def _handle_updates(self, node: NodeState, message: Updates, now_s: float) -> None:
+        vocab_size = node.model.vocab_size
         for update in message.updates:
             tracked = self._tracked.get(update.request_id.rpartition(".")[0])
             if tracked is not None:
-                vocab_size = node.model.vocab_size
-                self._guarded(tracked, lambda flow, update=update: flow.on_update(node.node_id, update, now_s, vocab_size))  # type: ignore[misc]
+                self._guarded(
+                    tracked,
+                    lambda flow, update=update: flow.on_update(node.node_id, update, now_s, vocab_size),  # type: ignore[misc]
+                )
 
     def _node_became_available(self, now_s: float) -> None:
         for tracked in list(self._tracked.values()):

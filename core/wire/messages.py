@@ -18,7 +18,7 @@ from core.step import TokenLogprob
 
 PROTOCOL_VERSION = 1
 
-# What is longer or outside these bounds is no message: decoding refuses it, so that a peer cannot fill the other's memory or logs.
+# What is outside these bounds is no message: decoding refuses it, so that a peer cannot fill the other's memory or logs.
 Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[!-~]+\Z")]
 Label = Annotated[str, Meta(max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]  # whoever sends free text cuts it to MAX_TEXT_CHARS, lest the message is refused
