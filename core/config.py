@@ -109,6 +109,9 @@ class ConnectorOptions:
 class RouterOptions:
     """HTTP and control addresses, admission limits and deadlines. control_port 0: the HTTP port + 1.
 
+    A client has header_timeout_s for a request's line and headers, also when its connection is new and silent, then
+    body_timeout_s for the body, and is cut when it takes nothing of its answer for send_timeout_s.
+
     local_prefill_max_tokens: prompts up to this length skip the prefill node (0: up to one block, which cannot be handed over).
     prefill_timeout_s: how long PrefillDone may take before the decode node does it all; max_attempts bounds dispatches
     of one request over all nodes. step_stall_timeout_s: a node whose step thread has not moved for so long gets nothing new and
@@ -122,6 +125,11 @@ class RouterOptions:
     max_num_requests: int = 1024
     max_body_bytes: int = 16 * MIB
     max_choices: int = 64
+    max_connections: int = 4096
+    max_header_bytes: int = 64 * 1024
+    header_timeout_s: float = 15.0
+    body_timeout_s: float = 60.0
+    send_timeout_s: float = 60.0
     request_timeout_s: float = 600.0
     prefill_timeout_s: float = 120.0
     node_wait_s: float = 10.0
@@ -134,7 +142,7 @@ class RouterOptions:
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "router.port", self.port, "0 to 65535")
         _check(0 <= self.control_port <= 65535, "router.control_port", self.control_port, "0 to 65535")
-        for name in ("max_num_requests", "max_body_bytes", "max_choices", "max_attempts"):
+        for name in ("max_num_requests", "max_body_bytes", "max_choices", "max_attempts", "max_connections", "max_header_bytes"):
             _check(getattr(self, name) >= 1, f"router.{name}", getattr(self, name), "1 or more")
         for name in (
             "request_timeout_s",
@@ -142,6 +150,9 @@ class RouterOptions:
             "heartbeat_interval_s",
             "heartbeat_timeout_s",
             "step_stall_timeout_s",
+            "header_timeout_s",
+            "body_timeout_s",
+            "send_timeout_s",
         ):
             _check(getattr(self, name) > 0, f"router.{name}", getattr(self, name), "above 0")
         _check(

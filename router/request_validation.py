@@ -10,13 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from core.errors import InvalidInputError, KVRelayError
-from core.sampling_params import SamplingParams
+from core.sampling_params import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
 from router.openai_protocol import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI API's; chat goes on to the end of the context
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_CACHE_SALT_CHARS = 256
+MAX_USER_CHARS = 1024
+MAX_NAME_CHARS = 256
+MAX_TEMPLATE_KWARGS_BYTES = 16 * 1024
+MAX_NESTING = 16  # of what a chat template is given
 PRIORITY_RANGE = (-(2**31), 2**31 - 1)
 NOT_SERVED = ("suffix", "use_beam_search", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 CHAT_NOT_SERVED = ("continue_final_message", "chat_template", "functions", "audio", "echo")
@@ -84,7 +90,7 @@ class GenerationPlan:
 def check_model_name(model: str | None, limits: ModelLimits) -> None:
     """Raise UnknownModelError; no name means the served model."""
     if model is not None and model not in limits.served_names:
-        raise UnknownModelError(f"The model `{model}` does not exist; served here: {limits.served_names[0]}")
+        raise UnknownModelError(f"The model `{model[:MAX_NAME_CHARS]}` does not exist; served here: {limits.served_names[0]}")
 
 
 def plan_completion(request: CompletionRequest, limits: ModelLimits) -> GenerationPlan:
@@ -105,30 +111,52 @@ def plan_chat(request: ChatRequest, limits: ModelLimits) -> GenerationPlan:
         )
     if request.top_logprobs and not request.logprobs:
         raise InvalidInputError("top_logprobs", request.top_logprobs, "with logprobs true only")
-    check_messages(request.messages)
+    check_messages(request.messages, limits.max_model_len)
     return _plan(request, limits, (request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs, None)
 
 
 def num_content_chars(message: ChatMessage) -> int:
     """Characters that a message adds to a prompt, at least one for the message itself."""
     content = message.content
-    if isinstance(content, list):
-        return 1 + sum(len(part.text or "") for part in content)
-    return 1 + len(content or "")
+    num_chars = 1 + (sum(1 + len(part.text or "") for part in content) if isinstance(content, list) else len(content or ""))
+    if message.tool_calls is not None:
+        num_chars += len(msgspec.json.encode(message.tool_calls))
+    return num_chars + len(message.reasoning_content or "") + len(message.name or "") + len(message.tool_call_id or "")
 
 
-def check_messages(messages: Sequence[ChatMessage]) -> None:
+def check_messages(messages: Sequence[ChatMessage], max_model_len: int) -> None:
     """Raise InvalidInputError for what no chat template can be given."""
     if not messages:
         raise InvalidInputError("messages", [], "at least one message")
+    if len(messages) > max_model_len:
+        allowed = f"at most {max_model_len}, the tokens of the model's context"
+        raise InvalidInputError("messages", f"{len(messages)} messages", allowed)
     for place, message in enumerate(messages):
         if message.role not in ROLES:
             raise InvalidInputError(f"messages[{place}].role", message.role, f"one of {', '.join(ROLES)}")
         if message.content is None and not message.tool_calls:
             raise InvalidInputError(f"messages[{place}].content", None, "a text or a list of text parts")
+        for name in ("name", "tool_call_id"):
+            if len(getattr(message, name) or "") > MAX_NAME_CHARS:
+                given = f"{len(getattr(message, name))} characters"
+                raise InvalidInputError(f"messages[{place}].{name}", given, f"at most {MAX_NAME_CHARS} characters")
+        if message.tool_calls is not None and _is_deeper(message.tool_calls, MAX_NESTING):
+            raise InvalidInputError(f"messages[{place}].tool_calls", "deeper", f"at most {MAX_NESTING} levels of nesting")
         for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part.type != "text" or part.text is None:
                 raise InvalidInputError(f"messages[{place}].content[{number}].type", part.type, "text, with its text")
+
+
+def check_template_kwargs(kwargs: dict[str, object] | None) -> None:
+    """Raise InvalidInputError for variables of a chat template that are too large or too deep."""
+    if kwargs is None:
+        return
+    if _is_deeper(kwargs, MAX_NESTING):
+        raise InvalidInputError("chat_template_kwargs", "deeper", f"at most {MAX_NESTING} levels of nesting")
+    if (num_bytes := len(msgspec.json.encode(kwargs))) > MAX_TEMPLATE_KWARGS_BYTES:
+        raise InvalidInputError(
+            "chat_template_kwargs", f"{num_bytes} bytes", f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes as JSON"
+        )
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -188,6 +216,8 @@ def _plan(
     echo_only = bool(request.echo) and max_tokens == 0
     if echo_only:
         max_tokens = 1
+    if request.user is not None and len(request.user) > MAX_USER_CHARS:
+        raise InvalidInputError("user", f"{len(request.user)} characters", f"at most {MAX_USER_CHARS} characters")
     sampling = _sampling(request, logprobs, prompt_logprobs)
     # Out-of-range values are refused before a long prompt is tokenized; max_tokens is judged again with the prompt.
     replace(sampling, max_tokens=max_tokens if max_tokens is not None else limits.max_model_len).validate(limits.vocab_size)
@@ -273,6 +303,8 @@ def _cache_salt(request: GenerationRequest) -> str:
 
 
 def _logit_bias(by_key: dict[str, float]) -> dict[int, float]:
+    if len(by_key) > MAX_LOGIT_BIAS_ENTRIES:
+        raise InvalidInputError("logit_bias", f"{len(by_key)} entries", f"at most {MAX_LOGIT_BIAS_ENTRIES}")
     biases = {}
     for key, bias in by_key.items():
         try:
@@ -286,6 +318,21 @@ def _refuse_given(request: GenerationRequest, names: Sequence[str]) -> None:
     for name in names:
         if value := getattr(request, name):
             raise InvalidInputError(name, value, "absent: it is not supported")
+
+
+def _is_deeper(value: object, max_levels: int) -> bool:
+    """Whether dicts and lists are nested in more levels than that; without recursion."""
+    level: list[object] = [value]
+    for _ in range(max_levels):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _wrap_seed(seed: int) -> int:

@@ -25,6 +25,7 @@ from core.model_files import resolve_model
 from router.chat_template import load_chat_template
 from router.dispatcher import Dispatcher
 from router.http_api import HttpApi, ServedModel
+from router.http_protocol import uvicorn_config
 from router.metrics import RouterMetrics
 from router.tokenizer import Tokenizer
 
@@ -67,7 +68,7 @@ async def _serve(config: Config) -> int:
                 f"nodes register at {options.host}:{control_port}",
                 flush=True,
             )
-            await _serve_http(api, dispatcher, http_socket)
+            await _serve_http(api, options, dispatcher, http_socket)
             return EXIT_FAILED if dispatcher.has_broken.is_set() else EXIT_OK
         finally:
             await dispatcher.stop()
@@ -118,18 +119,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve_http(api: HttpApi, dispatcher: Dispatcher, http_socket: socket.socket) -> None:
-    server = _Server(
-        uvicorn.Config(
-            api.app,
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            log_level="warning",
-            server_header=False,
-            timeout_graceful_shutdown=SHUTDOWN_LIMIT_S,
-        )
-    )
+async def _serve_http(api: HttpApi, options: RouterOptions, dispatcher: Dispatcher, http_socket: socket.socket) -> None:
+    server = _Server(uvicorn_config(api.app, options, SHUTDOWN_LIMIT_S))
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

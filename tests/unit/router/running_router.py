@@ -15,6 +15,7 @@ from core.config import ModelOptions, RouterOptions
 from router.chat_template import load_chat_template
 from router.dispatcher import Dispatcher
 from router.http_api import HttpApi
+from router.http_protocol import uvicorn_config
 from router.metrics import RouterMetrics
 from router.server import bind_http, read_served_model
 from router.tokenizer import Tokenizer
@@ -79,9 +80,7 @@ class RunningRouter:
         self.dispatcher.start()
         template = load_chat_template(self._folder, self.tokenizer)
         self.api = HttpApi(self.options, clock, self.model, self.tokenizer, template, self.dispatcher, metrics)
-        self._server = uvicorn.Server(
-            uvicorn.Config(self.api.app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
-        )
+        self._server = uvicorn.Server(uvicorn_config(self.api.app, self.options, shutdown_limit_s=1))
         self._is_ready.set()
         try:
             await self._server.serve(sockets=[self._socket])
