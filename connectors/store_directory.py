@@ -84,6 +84,9 @@ class StoreDirectory:
         path = self.path / _INDEX_NAME
         try:
             file = IndexFile(path, self.layout.fingerprint, slot_bytes(self.layout))
+            if not file.is_sane():
+                file.close()
+                raise ConnectorError(f"{path} has words in its header that no writer leaves")
             if is_alone and file.num_slots != num_slots:
                 file.close()
                 resize_index_file(path, num_slots)
