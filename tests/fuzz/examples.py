@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 
 CI_EXAMPLES = 100
-LONG_EXAMPLES = 10_000
+LONG_EXAMPLES = 5_000
 
 
 def num_examples(in_ci: int) -> int:

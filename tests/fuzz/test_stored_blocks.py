@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ def _options(name: str, root: Path) -> dict[str, Any]:
 
 
 @given(steps=STEPS)
-@settings(max_examples=num_examples(25))
+@settings(max_examples=num_examples(12))
 def test_store_damaged_in_any_way_supplies_right_bytes_or_misses_and_heals(
     processes: list[StoreProcess], medium: str, steps: list[tuple[Any, ...]]
 ) -> None:
@@ -197,6 +198,31 @@ def _run(processes: list[StoreProcess], medium: str, root: Path, steps: list[tup
         process.ask("open", **opening)
         process.ask("heal", seed=7)
         process.ask("close")
+
+
+@pytest.mark.parametrize("name", ["segment", "index"])
+def test_store_cut_again_and_again_under_its_users_ends_none_of_them(
+    processes: list[StoreProcess], medium: str, name: str
+) -> None:
+    root = Path(tempfile.mkdtemp(prefix="kvrelay-fuzz-", dir="/dev/shm" if medium == "shm" else None))
+    try:
+        for process in processes:
+            process.ask("open", connector_name=medium, options=_options(medium, root))
+        for number in range(8):
+            for process in processes:
+                process.send("work", seed=number, num_operations=20)
+            for _ in range(10):
+                for path in root.rglob(name):
+                    with suppress(FileNotFoundError):
+                        os.truncate(path, 0)
+                time.sleep(0.002)
+            for process in processes:
+                process.answer()
+                process.ask("heal", seed=number)
+        for process in processes:
+            process.ask("close")
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 @given(header=st.binary(max_size=2 * BLOCK_HEADER_BYTES), payload=st.binary(max_size=64))
