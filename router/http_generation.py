@@ -41,6 +41,7 @@ from router.request_validation import (
     check_model_name,
     check_prompt_token_ids,
     check_template_kwargs,
+    check_tool_calls,
     num_content_chars,
     plan_chat,
     plan_completion,
@@ -171,7 +172,7 @@ class GenerationEndpoints:
         limits = self._limits()
         check_model_name(parsed.model, limits)
         plan = plan_completion(parsed, limits)
-        parts = split_prompts(parsed.prompt)
+        parts = split_prompts(parsed.prompt, limits)
         if len(parts) * plan.num_choices > limits.max_choices:
             raise InvalidInputError(
                 "prompt", f"{len(parts)} prompts x n {plan.num_choices}", f"at most {limits.max_choices} choices"
@@ -217,6 +218,7 @@ class GenerationEndpoints:
             raise InvalidInputError("messages", "a chat", "prompts at /v1/completions: this model has no chat template")
         num_chars = sum(num_content_chars(message) for message in messages)
         self._check_length(num_chars, "messages")
+        check_tool_calls(messages)
         render = functools.partial(
             self._chat_template.render,
             template_messages(messages),

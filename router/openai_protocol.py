@@ -13,6 +13,7 @@ import msgspec
 
 from core.errors import InvalidInputError, NotRepresentable
 
+MAX_SEARCHED_BYTES = 256 * 1024  # a body whose wrong value is looked for, to show it: that takes longer than decoding
 UNSET = msgspec.UNSET
 UnsetType = msgspec.UnsetType
 
@@ -321,6 +322,8 @@ def decode_body(body: bytes, body_type: type[Body]) -> Body:
 
 def _value_at(body: bytes, path: str) -> object:
     """The offending value, for the message; None when the path is not a plain one. Decodes no more than the way to it."""
+    if len(body) > MAX_SEARCHED_BYTES:
+        return None
     raw = msgspec.Raw(body)
     try:
         for part in path.replace("[", ".").replace("]", "").split("."):

@@ -68,11 +68,8 @@ class GenerationPlan:
 
     def sampling_for(self, num_prompt_tokens: int, choice: int, limits: ModelLimits) -> SamplingParams:
         """Parameters of one choice of a prompt. Raises InvalidInputError when prompt and output exceed the context."""
+        check_prompt_length(num_prompt_tokens, limits)
         room = limits.max_model_len - num_prompt_tokens
-        if room < 1:
-            raise InvalidInputError(
-                "prompt", f"{num_prompt_tokens} tokens", f"fewer than the model's {limits.max_model_len} tokens of context"
-            )
         max_tokens = room if self.max_tokens is None else self.max_tokens
         if self.is_default_max_tokens:
             max_tokens = min(max_tokens, room)
@@ -120,7 +117,7 @@ def num_content_chars(message: ChatMessage) -> int:
     content = message.content
     num_chars = 1 + (sum(1 + len(part.text or "") for part in content) if isinstance(content, list) else len(content or ""))
     if message.tool_calls is not None:
-        num_chars += len(msgspec.json.encode(message.tool_calls))
+        num_chars += _num_json_bytes(message.tool_calls, "messages.tool_calls")
     return num_chars + len(message.reasoning_content or "") + len(message.name or "") + len(message.tool_call_id or "")
 
 
@@ -140,23 +137,25 @@ def check_messages(messages: Sequence[ChatMessage], max_model_len: int) -> None:
             if len(getattr(message, name) or "") > MAX_NAME_CHARS:
                 given = f"{len(getattr(message, name))} characters"
                 raise InvalidInputError(f"messages[{place}].{name}", given, f"at most {MAX_NAME_CHARS} characters")
-        if message.tool_calls is not None and _is_deeper(message.tool_calls, MAX_NESTING):
-            raise InvalidInputError(f"messages[{place}].tool_calls", "deeper", f"at most {MAX_NESTING} levels of nesting")
         for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part.type != "text" or part.text is None:
                 raise InvalidInputError(f"messages[{place}].content[{number}].type", part.type, "text, with its text")
+
+
+def check_tool_calls(messages: Sequence[ChatMessage]) -> None:
+    """Raise InvalidInputError for calls that are nested too deep. Their size was checked before."""
+    for place, message in enumerate(messages):
+        _check_nesting(message.tool_calls, f"messages[{place}].tool_calls")
 
 
 def check_template_kwargs(kwargs: dict[str, object] | None) -> None:
     """Raise InvalidInputError for variables of a chat template that are too large or too deep."""
     if kwargs is None:
         return
-    if _is_deeper(kwargs, MAX_NESTING):
-        raise InvalidInputError("chat_template_kwargs", "deeper", f"at most {MAX_NESTING} levels of nesting")
-    if (num_bytes := len(msgspec.json.encode(kwargs))) > MAX_TEMPLATE_KWARGS_BYTES:
-        raise InvalidInputError(
-            "chat_template_kwargs", f"{num_bytes} bytes", f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes as JSON"
-        )
+    if (num_bytes := _num_json_bytes(kwargs, "chat_template_kwargs")) > MAX_TEMPLATE_KWARGS_BYTES:
+        allowed = f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes as JSON"
+        raise InvalidInputError("chat_template_kwargs", f"{num_bytes} bytes", allowed)
+    _check_nesting(kwargs, "chat_template_kwargs")
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -174,10 +173,20 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return plain
 
 
-def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The four forms of a prompt as a list of texts or token lists. Raises InvalidInputError for a mixture or an empty list."""
+def split_prompts(prompt: str | list[str | int | list[int]], limits: ModelLimits) -> list[str | list[int]]:
+    """The four forms of a prompt as a list of texts or token lists. Raises InvalidInputError for a mixture or an empty list.
+
+    A list that is too long in whatever form is refused before it is looked through.
+    """
     if isinstance(prompt, str):
         return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        check_prompt_length(len(prompt), limits)
+    elif len(prompt) > limits.max_choices:
+        raise InvalidInputError("prompt", f"{len(prompt)} prompts", f"at most {limits.max_choices} choices")
+    for part in prompt:
+        if isinstance(part, list):
+            check_prompt_length(len(part), limits)
     if prompt and all(isinstance(part, int) for part in prompt):
         return [prompt]  # type: ignore[list-item]
     if prompt and (all(isinstance(part, str) for part in prompt) or all(isinstance(part, list) for part in prompt)):
@@ -185,6 +194,13 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[
     raise InvalidInputError(
         "prompt", prompt, "a text, a list of texts, a list of token ids, or a list of those; none of them empty"
     )
+
+
+def check_prompt_length(num_prompt_tokens: int, limits: ModelLimits) -> None:
+    """Raise InvalidInputError when no output fits behind so many prompt tokens."""
+    if num_prompt_tokens >= limits.max_model_len:
+        allowed = f"fewer than the model's {limits.max_model_len} tokens of context"
+        raise InvalidInputError("prompt", f"{num_prompt_tokens} tokens", allowed)
 
 
 def check_prompt_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
@@ -320,19 +336,29 @@ def _refuse_given(request: GenerationRequest, names: Sequence[str]) -> None:
             raise InvalidInputError(name, value, "absent: it is not supported")
 
 
-def _is_deeper(value: object, max_levels: int) -> bool:
-    """Whether dicts and lists are nested in more levels than that; without recursion."""
+def _num_json_bytes(value: object, field: str) -> int:
+    try:
+        return len(msgspec.json.encode(value))
+    except RecursionError:
+        raise _too_deep(field) from None
+
+
+def _check_nesting(value: object, field: str) -> None:
+    """Without recursion; looks through all of the value, so that its size must be bounded before."""
     level: list[object] = [value]
-    for _ in range(max_levels):
+    for _ in range(MAX_NESTING + 1):
         level = [
             inner
             for outer in level
             for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
             if isinstance(inner, dict | list)
         ]
-        if not level:
-            return False
-    return True
+    if level:
+        raise _too_deep(field)
+
+
+def _too_deep(field: str) -> InvalidInputError:
+    return InvalidInputError(field, "deeper", f"at most {MAX_NESTING} levels of nesting")
 
 
 def _wrap_seed(seed: int) -> int:

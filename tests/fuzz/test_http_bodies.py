@@ -46,6 +46,8 @@ _WRITTEN = st.sampled_from(
         ),
         *('"\\ud800"', '"\\udc00\\ud800"', '"\\u0000"', '"💥"', '""', '"a"', '"\x01"', '"' + "a" * 5000 + '"', "'a'", '"\\x"'),
         *("null", "true", "false", "[]", "{}", "[[]]", "[1,2,3]", '["a","b"]', '[1,"a"]', "[[1,2],[3]]", "[null]", '{"5":1e9}'),
+        *("[" * depth + "]" * depth for depth in range(880, 1000, 8)),
+        *('[{"role":"assistant","tool_calls":[{"a":' + "[" * depth + "]" * depth + "}]}]" for depth in range(15, 1000, 12)),
         *("[" * 3000 + "]" * 3000, '{"a":' * 200 + "1" + "}" * 200, "[" + "1," * 2000 + "1]", "", ",", '{"a":1,"a":2}'),
         *('[{"role":"user","content":"hi"}]', '[{"role":"user","content":[{"type":"text","text":"hi"}]}]', '[{"role":"tool"}]'),
         *('{"type":"text"}', '{"include_usage":true}', '[{"role":"user","content":"x","tool_calls":[{"a":[[[[]]]]}]}]'),

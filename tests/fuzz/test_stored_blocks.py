@@ -158,6 +158,11 @@ def test_store_damaged_in_any_way_supplies_right_bytes_or_misses_and_heals(
     root = Path(tempfile.mkdtemp(prefix="kvrelay-fuzz-", dir="/dev/shm" if medium == "shm" else None))
     try:
         _run(processes, medium, root, steps)
+    except BaseException:
+        for number, process in enumerate(processes):  # the next example, a smaller one, needs live ones
+            process.end()
+            processes[number] = StoreProcess()
+        raise
     finally:
         shutil.rmtree(root, ignore_errors=True)
 

@@ -215,7 +215,7 @@ def test_plan_chat_tools_with_choice_none_are_allowed() -> None:
     ("prompt", "parts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])]
 )
 def test_split_prompts_four_forms(prompt: Any, parts: list[Any]) -> None:
-    assert split_prompts(prompt) == parts
+    assert split_prompts(prompt, LIMITS) == parts
 
 
 def test_template_messages_join_text_parts_and_keep_names() -> None:
