@@ -259,7 +259,9 @@ class SlotIndex:
         if len(taken) < num_wanted and not self._victims and self._reclaim_dead_writers():  # one scan per batch of victims
             self._take_free(num_wanted, taken)
         self._evict(num_wanted, taken, protected)
-        if len(taken) < num_wanted and self._free_torn_records(taken):
+        if len(taken) < num_wanted:  # nothing to evict either: look for what damage has made of records
+            self._free_torn_records(taken)
+            self._num_frees_scanned = -1
             self._take_free(num_wanted, taken)
         return sorted(taken)  # neighbours for one I/O
 
@@ -298,13 +300,12 @@ class SlotIndex:
             logger.warning("the store stays at %d of %d slots for now: %s", first, self.file.num_slots, reason)
         return False
 
-    def _free_torn_records(self, taken: set[int]) -> bool:
-        """Take back slots whose records are damaged: nobody else can use them. For when there is nothing else to take."""
+    def _free_torn_records(self, taken: set[int]) -> None:
+        """Take back slots whose records are damaged: nobody else can use them."""
         torn = [slot for slot in np.flatnonzero(~_are_possible(self.file.records)).tolist() if slot not in taken]
         if torn:
             logger.warning("took back %d slots with damaged records", len(torn))
             self._free(torn)
-        return bool(torn)
 
     def _reclaim_dead_writers(self) -> bool:
         writing = self._slots_in(SlotState.WRITING, self.file.num_slots)

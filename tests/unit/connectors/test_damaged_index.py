@@ -121,6 +121,13 @@ def test_record_with_a_last_use_from_the_far_future_does_not_stop_the_clock(tmp_
     check_works(reopened)
 
 
+def test_records_that_became_zeros_are_found_to_be_free(tmp_path: Path, open_node: OpenNode) -> None:
+    node = open_node()
+    node.save(chain(1, NUM_BLOCKS))
+    write(tmp_path, "index", RECORDS_OFFSET, bytes(NUM_BLOCKS * RECORD_BYTES))
+    check_works(node)
+
+
 def test_slots_in_states_that_do_not_exist_are_taken_back_when_room_is_needed(tmp_path: Path, open_node: OpenNode) -> None:
     node = open_node()
     node.save(chain(1, NUM_BLOCKS))
