@@ -41,6 +41,7 @@ AUDIT_TIMEOUT_S = 5.0
 SHUTDOWN_RETRY_AFTER_S = 5.0
 MAX_BODIES = 8  # of the largest size, being received at the same time
 BODIES_RETRY_AFTER_S = 1.0
+MAX_SHOWN_CHARS = 200  # of what a client sent, in an answer
 REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -239,7 +240,7 @@ class HttpApi:
     async def _read_body(self, request: Request) -> bytes:
         content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if content_type != "application/json" and not content_type.endswith("+json"):
-            raise HTTPException(415, f"content-type: got {content_type!r}; allowed: application/json")
+            raise HTTPException(415, f"content-type: got {content_type[:MAX_SHOWN_CHARS]!r}; allowed: application/json")
         limit = self._options.max_body_bytes
         declared = request.headers.get("content-length", "")
         if declared.isascii() and declared.isdigit() and int(declared) > limit:
@@ -309,7 +310,8 @@ class HttpApi:
 
     async def _on_http_exception(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        messages = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not allowed at {request.url.path}"}
+        path = request.url.path[:MAX_SHOWN_CHARS]
+        messages = {404: f"no such path: {path}", 405: f"{request.method} is not allowed at {path}"}
         message = messages.get(error.status_code, error.detail)
         response = self._error("http", error.status_code, message, error_type="invalid_request_error")
         response.headers.update(error.headers or {})
