@@ -12,7 +12,7 @@ ARGS ?=
 URL ?= http://127.0.0.1:8000
 SEEDS ?= 0:300
 
-.PHONY: help serve test check format sim bench clean
+.PHONY: help serve test check format sim fuzz bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -37,6 +37,9 @@ format: $(VENV)/.installed-dev  ## ruff format and the fixes that ruff can do it
 
 sim: $(VENV)/.installed-dev  ## a simulated cluster with faults: SEED=7 for one with its timeline, SEEDS=0:1000 for many
 	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED) --trace,--seeds $(SEEDS)) $(ARGS)
+
+fuzz: $(VENV)/.installed-dev  ## hostile messages, bodies and stored bytes, for an hour or so (ARGS="-k stored")
+	@$(BIN)/python -m pytest tests/fuzz --hypothesis-profile=long --timeout=14400 $(ARGS)
 
 bench: $(VENV)/.installed-dev  ## load a running cluster (URL=http://127.0.0.1:8000) and print its latencies
 	@$(BIN)/python -m bench.serving --url $(URL) --requests 32 --rate 2 --input-tokens 256 --output-tokens 32 $(ARGS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +16,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from connectors.bus_guard import GuardedMapping
 from connectors.file_lock import lock_descriptor, unlock_descriptor
 from core.errors import ConnectorError
 
 Words = npt.NDArray[np.uint64]
 
 NUM_RECENT_CHANGES = 16384
+MAX_COUNTER = 2**62  # a larger one is damage
+MAX_LEASES = 2**31
 RECORD_BYTES = 64
 _HEADER_BYTES = 4096
 _RECORDS_OFFSET = _HEADER_BYTES + 4 * NUM_RECENT_CHANGES
@@ -76,8 +78,8 @@ class _HeaderWord:
 class IndexFile:
     """One open index file. Words and records may be read at any time and written only under locked().
 
-    Readers without the lock may see a record half written: its checksum says so. A reader must call is_intact() first where
-    somebody may have cut the file, because touching a mapped page beyond its end ends the process.
+    Readers without the lock may see a record half written: its checksum says so. Any word may be anything at any time, because
+    the file may be damaged. Where it is cut, reads find zeros and is_intact() is False from then on.
     """
 
     num_ready_slots = _HeaderWord(5)  # slots whose place on the medium is allocated: only these are handed out
@@ -95,12 +97,14 @@ class IndexFile:
             found = os.fstat(self._descriptor)
             if found.st_size <= _RECORDS_OFFSET:
                 raise ConnectorError(f"{path} is cut: {found.st_size} bytes")
-            mapping = mmap.mmap(self._descriptor, found.st_size)
+            self._mapping = GuardedMapping(self._descriptor, found.st_size)
+            mapping = self._mapping.view
             self.header: Words = np.frombuffer(mapping, dtype=np.uint64, count=_HEADER_BYTES // 8)
             expected = _new_header(layout_fingerprint, 0, slot_bytes)
             if self.header[:3].tolist() != expected[:3].tolist() or int(self.header[4]) != slot_bytes:
                 raise ConnectorError(f"{path} is no index of this version and layout")
-            self.num_slots = int(self.header[3])
+            self._identity = self.header[:5].tolist()
+            self.num_slots = int(self._identity[3])
             self._num_bytes = index_bytes(self.num_slots)
             self._inode = found.st_ino
             if self.num_slots < 1 or found.st_size < self._num_bytes:
@@ -116,11 +120,34 @@ class IndexFile:
 
     def is_intact(self) -> bool:
         """Whether the file still is in its directory and as long as its records need. Costs one fstat."""
+        if self.has_lost_pages:
+            return False
         try:
             found = os.fstat(self._descriptor)
         except OSError:
             return False
         return found.st_nlink > 0 and found.st_size >= self._num_bytes and found.st_ino == self._inode
+
+    @property
+    def has_lost_pages(self) -> bool:
+        """True once a page could not be had: see bus_guard."""
+        return self._mapping.has_lost_pages
+
+    def is_sane(self) -> bool:
+        """Whether the header's words can be what a writer left. The counters' limit leaves room for any number of changes."""
+        counters = (self.change_counter, self.tick, self.num_frees)
+        return (
+            self.header[:5].tolist() == self._identity
+            and max(counters) < MAX_COUNTER
+            and self.num_ready_slots <= self.num_slots
+            and self.next_lease < MAX_LEASES
+        )
+
+    def discard(self) -> None:
+        """Remove a damaged index: whoever has it open sees that, and joins a new one. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.stat().st_ino == self._inode:
+                self.path.unlink()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

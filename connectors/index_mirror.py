@@ -16,6 +16,7 @@ from connectors.index_file import (
     CHECKSUM,
     HASH_HIGH,
     HASH_LOW,
+    MAX_COUNTER,
     NUM_RECENT_CHANGES,
     SEQUENCE,
     STATE_AND_OWNER,
@@ -73,10 +74,11 @@ class IndexMirror:
         """Length of that run; the cheapest form, without a line of Python per hash."""
         return len(list(itertools.takewhile(self._slot_by_hash.__contains__, block_hashes)))
 
-    def refresh(self, max_changes: int | None = None) -> bool:
+    def refresh(self, max_changes: int | None = None, *, is_locked: bool = False) -> bool:
         """Apply what has changed; True when the mirror is up to date.
 
-        With max_changes it neither waits nor applies more than that many, and answers False where that is not enough.
+        With max_changes it neither waits nor applies more than that many, and answers False where that is not enough. is_locked:
+        the caller holds the file's lock, so that a change which has not arrived is damage and will not come.
         """
         if self._file.change_counter == self._num_changes_seen:
             return True
@@ -88,6 +90,10 @@ class IndexMirror:
                 return True
             first = self._num_changes_seen + 1
             num_behind = newest - self._num_changes_seen
+            if num_behind < 0 or newest >= MAX_COUNTER:  # damage: nobody knows which changes we lack
+                if max_changes is None:
+                    self._rescan(newest, first=0)
+                return max_changes is None
             if max_changes is not None and num_behind > max_changes:
                 return False
             sequences = np.arange(first, first + min(num_behind, NUM_RECENT_CHANGES))
@@ -95,16 +101,28 @@ class IndexMirror:
             # Asked after reading the ring: entries may have been overwritten meanwhile.
             if self._file.change_counter - self._num_changes_seen <= NUM_RECENT_CHANGES:
                 self._apply(slots, sequences)
+                if is_locked:
+                    self._num_changes_seen = int(sequences[-1])
             elif max_changes is None:
-                self._rescan(newest)
+                self._rescan(newest, first)
             return self._num_changes_seen >= newest
         finally:
             self._mutex.release()
 
-    def _rescan(self, newest: int) -> None:
+    def drop_stale(self, slots: Iterable[int]) -> None:
+        """Forget what these slots' records do not say (any more). Should one be written just now, its announcement follows."""
+        with self._mutex:
+            for slot in slots:
+                name = self._hash_by_slot[slot]
+                if name is not None and sequences_of(self._file, [slot], [name]) == [-1]:
+                    if self._slot_by_hash.get(name) == slot:
+                        del self._slot_by_hash[name]
+                    self._hash_by_slot[slot] = None
+
+    def _rescan(self, newest: int, first: int) -> None:
         for start in range(0, self._file.num_slots, _RESCAN_RECORDS):
             sequences = self._file.records[start : start + _RESCAN_RECORDS, SEQUENCE]
-            self._apply(np.flatnonzero(sequences > np.uint64(self._num_changes_seen)) + start, None)
+            self._apply(np.flatnonzero(sequences >= np.uint64(first)) + start, None)
         self._num_changes_seen = newest
 
     def _apply(self, slots: npt.NDArray[np.int64], sequences: npt.NDArray[np.int64] | None) -> None:
@@ -112,6 +130,8 @@ class IndexMirror:
 
         With sequences, count those as seen up to the first that has not arrived (another core's stores may arrive late).
         """
+        is_slot = slots < self._file.num_slots  # a damaged ring may hold anything
+        slots = np.where(is_slot, slots, 0)
         records = self._file.records[slots]
         is_valid = (record_checksums(records) == records[:, CHECKSUM]).tolist()
         is_stored = (records[:, STATE_AND_OWNER] == SlotState.STORED).tolist()
@@ -128,7 +148,7 @@ class IndexMirror:
                 self._slot_by_hash[new] = slot
             self._hash_by_slot[slot] = new
         if sequences is not None:
-            late = np.flatnonzero(records[:, SEQUENCE].astype(np.int64) < sequences)
+            late = np.flatnonzero((records[:, SEQUENCE].astype(np.int64) < sequences) & is_slot)
             self._num_changes_seen = int(sequences[late[0]] - 1 if len(late) else sequences[-1])
 
 

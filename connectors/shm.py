@@ -5,7 +5,6 @@ Blocks are copied between the mapped segment and the engine's own pool, so that 
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from connectors.bus_guard import GuardedMapping
 from connectors.byte_sizes import readable_bytes, with_parsed_sizes
 from connectors.file_lock import locked_directory
 from connectors.slot_connector import SlotConnector
@@ -90,8 +90,7 @@ class ShmConnector(SlotConnector):
 class _ShmSegment(SlotMedium):
     """The mapped file. Pages beyond the allocated slots do not exist and must not be touched.
 
-    Should somebody cut the file in the very moment of a copy, the process dies of SIGBUS: a copy through system calls, which
-    could not, runs at half the speed (measured).
+    Should somebody cut the file in the very moment of a copy, the copy ends in zeros: see bus_guard.
     """
 
     needs_neighbours = False
@@ -105,8 +104,8 @@ class _ShmSegment(SlotMedium):
             if not segment.is_new:  # cut: its blocks are gone, and each will turn out to be a miss
                 os.posix_fallocate(self._descriptor, 0, segment.index_file.num_ready_slots * self._slot_bytes)
             os.ftruncate(self._descriptor, self._num_bytes)
-        self._mapping = mmap.mmap(self._descriptor, self._num_bytes)
-        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
+        self._mapping = GuardedMapping(self._descriptor, self._num_bytes)
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._mapping.view, dtype=np.uint8)
         self._num_touched_slots = 0
 
     def read(self, slots: Sequence[int], blocks: Sequence[memoryview]) -> list[bytes]:
@@ -135,7 +134,7 @@ class _ShmSegment(SlotMedium):
             found = os.fstat(self._descriptor)
         except OSError:
             return False
-        return found.st_nlink > 0 and found.st_size >= self._num_bytes
+        return found.st_nlink > 0 and found.st_size >= self._num_bytes and not self._mapping.has_lost_pages
 
     def prepare(self, num_ready_slots: int) -> bool:
         """Touch allocated pages once: a page's first use by a process costs several times its copy."""
@@ -144,7 +143,7 @@ class _ShmSegment(SlotMedium):
         num_bytes = self._num_touched_slots * self._slot_bytes - first
         try:
             if num_bytes > 0:
-                self._mapping.madvise(_MADV_POPULATE_WRITE, first, num_bytes)
+                self._mapping.view.madvise(_MADV_POPULATE_WRITE, first, num_bytes)
         except OSError:  # a kernel before 5.14, or a segment that was cut: this is only to be faster later
             return False
         return self._num_touched_slots < num_ready_slots

@@ -220,6 +220,7 @@ class SlotConnector(KVConnector):
         damaged = {position for position, sequence in zip(bad, now, strict=True) if sequence == sequences[position] != -1}
         if damaged:  # would block their keys for good
             index.forget({slots[position]: sequences[position] for position in damaged})
+        index.mirror.drop_stale(slots[position] for position in bad if position not in damaged)
         chain = self._chains.note_transfer(transfer.request_id, names[:num_ok])
         with contextlib.suppress(OSError, ConnectorError):  # a touch that cannot be made is no reason to drop what was read
             index.touch([*chain, *names[:num_ok]])
@@ -244,7 +245,8 @@ class SlotConnector(KVConnector):
                 for position, block in zip(positions, blocks, strict=True)
             ]
             store.medium.write([slots[position] for position in positions], headers, blocks)
-            progress.written.update(positions)
+            if store.medium.is_intact():
+                progress.written.update(positions)
 
         try:
             self._run_pieces(store, transfer, slots, list(slots), write, progress)
@@ -285,6 +287,8 @@ class SlotConnector(KVConnector):
                 if not store.medium.is_intact():
                     raise OSError(errno.EIO, "the store was removed or cut")
                 move(piece)
+                if not store.medium.is_intact():  # cut meanwhile: what was written is nowhere
+                    raise OSError(errno.EIO, "the store was removed or cut")
             except OSError as error:
                 progress.faults.append(error)
 
@@ -324,6 +328,8 @@ class SlotConnector(KVConnector):
         if self._store is not None:
             logger.error("the %s store was removed or cut and is opened anew", self.name)
             lost, self._store = self._store, None
+            with contextlib.suppress(OSError):
+                lost.discard_if_unreadable()
             lost.is_retired = True
             self._num_errors += 1
             self._num_past_evictions += lost.index.num_evictions
@@ -353,7 +359,8 @@ class SlotConnector(KVConnector):
             with self._using_store() as store:
                 if store is None:
                     return False
-                store.index.mirror.refresh()
+                if not store.index.mirror.refresh():
+                    store.index.catch_up()
                 has_more = store.index.file.num_ready_slots < store.index.file.num_slots and store.index.grow_ahead()
                 return store.medium.prepare(store.index.file.num_ready_slots) or has_more
         except (OSError, ConnectorError) as error:  # the next transfer or lookup meets it too, and acts on it

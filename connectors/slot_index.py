@@ -21,6 +21,7 @@ from connectors.index_file import (
     HASH_HIGH,
     HASH_LOW,
     LAST_USE,
+    MAX_COUNTER,
     NUM_RECENT_CHANGES,
     SEQUENCE,
     STATE_AND_OWNER,
@@ -117,7 +118,7 @@ class SlotIndex:
             winners = {name: slot for name, slot in ours.items() if name not in self.mirror}
             self._write_records(list(winners.values()), SlotState.STORED, list(winners))
             self._free(losers)
-            self.mirror.refresh()
+            self.mirror.refresh(is_locked=True)
             self._touch(chain)
         self._own_writing.difference_update(written.values())
 
@@ -137,6 +138,11 @@ class SlotIndex:
         with self._changing():
             sequences = self.file.records[:, SEQUENCE]
             self._free([slot for slot, sequence in sequence_by_slot.items() if int(sequences[slot]) == sequence])
+
+    def catch_up(self) -> None:
+        """Bring the mirror up to date under the lock, where a change that has not arrived never will."""
+        with self._changing():
+            pass
 
     def touch(self, chain: Sequence[bytes]) -> None:
         """Mark blocks as just used, given first to last: tail first, head last, so that parents outlive children."""
@@ -176,15 +182,18 @@ class SlotIndex:
             with self.file.locked():
                 if not self.file.is_intact():
                     raise ConnectorError(f"{self.file.path} was removed or cut")
+                if not self.file.is_sane():
+                    self.file.discard()  # all who have it open see that, and join a new one
+                    raise ConnectorError(f"{self.file.path} was damaged and is removed")
                 if self.file.is_changing:
                     self._repair()
                 self.file.is_changing = 1
                 self._free([slot for slot in self._to_release if self._is_ours(slot)])
                 self._own_writing.difference_update(self._to_release)
                 self._to_release.clear()
-                self.mirror.refresh()
+                self.mirror.refresh(is_locked=True)
                 yield
-                self.mirror.refresh()
+                self.mirror.refresh(is_locked=True)
                 self.file.is_changing = 0
 
     def _repair(self) -> None:
@@ -194,10 +203,12 @@ class SlotIndex:
         highest = highest_tick = 0
         for start in range(0, self.file.num_slots, _REPAIR_RECORDS):
             part = records[start : start + _REPAIR_RECORDS].copy()
-            is_valid = record_checksums(part) == part[:, CHECKSUM]
+            is_valid = _are_possible(part)
             torn.extend((np.flatnonzero(~is_valid) + start).tolist())
             highest = max(highest, int(part[is_valid, SEQUENCE].max(initial=0)))
-            highest_tick = max(highest_tick, int(part[:, LAST_USE].max(initial=0)))
+            has_odd_tick = part[:, LAST_USE] >= MAX_COUNTER  # damage: no checksum covers it
+            records[np.flatnonzero(has_odd_tick) + start, LAST_USE] = 0
+            highest_tick = max(highest_tick, int(part[~has_odd_tick, LAST_USE].max(initial=0)))
         # A jump of the counter past the ring sends every mirror through a full scan.
         self.file.change_counter = max(highest, self.file.change_counter) + NUM_RECENT_CHANGES + 1
         self.file.tick = max(highest_tick, self.file.tick)
@@ -248,6 +259,10 @@ class SlotIndex:
         if len(taken) < num_wanted and not self._victims and self._reclaim_dead_writers():  # one scan per batch of victims
             self._take_free(num_wanted, taken)
         self._evict(num_wanted, taken, protected)
+        if len(taken) < num_wanted:  # nothing to evict either: look for what damage has made of records
+            self._free_torn_records(taken)
+            self._num_frees_scanned = -1
+            self._take_free(num_wanted, taken)
         return sorted(taken)  # neighbours for one I/O
 
     def _take_free(self, num_wanted: int, taken: set[int]) -> None:
@@ -284,6 +299,13 @@ class SlotIndex:
         if self.num_failed_growths == 1:
             logger.warning("the store stays at %d of %d slots for now: %s", first, self.file.num_slots, reason)
         return False
+
+    def _free_torn_records(self, taken: set[int]) -> None:
+        """Take back slots whose records are damaged: nobody else can use them."""
+        torn = [slot for slot in np.flatnonzero(~_are_possible(self.file.records)).tolist() if slot not in taken]
+        if torn:
+            logger.warning("took back %d slots with damaged records", len(torn))
+            self._free(torn)
 
     def _reclaim_dead_writers(self) -> bool:
         writing = self._slots_in(SlotState.WRITING, self.file.num_slots)
@@ -324,6 +346,16 @@ class SlotIndex:
             stored, ticks = stored[oldest], ticks[oldest]
         order = np.argsort(ticks, kind="stable")
         self._victims.extend(zip(stored[order].tolist(), ticks[order].tolist(), strict=True))
+
+
+def _are_possible(records: Words) -> npt.NDArray[np.bool_]:
+    """Which records, [n, 8], are whole and say something that a writer says."""
+    states, owners = records[:, STATE_AND_OWNER] & np.uint64(0xFFFFFFFF), records[:, STATE_AND_OWNER] >> np.uint64(32)
+    has_state = (states == SlotState.WRITING) | ((states <= SlotState.STORED) & (owners == 0))
+    possible: npt.NDArray[np.bool_] = (
+        (record_checksums(records) == records[:, CHECKSUM]) & has_state & (records[:, SEQUENCE] < MAX_COUNTER)
+    )
+    return possible
 
 
 def take_lease_number(file: IndexFile) -> int:

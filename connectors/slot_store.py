@@ -72,6 +72,11 @@ class SlotStore:
         """Whether index and medium can be used. Does not raise."""
         return self.index.file.is_intact() and self.medium.is_intact()
 
+    def discard_if_unreadable(self) -> None:
+        """Remove an index of which the medium has lost pages; joining it again would not help. Raises OSError."""
+        if self.index.file.has_lost_pages:
+            self.index.file.discard()
+
     def abandon(self) -> None:
         """Release slots and lease, but leave descriptors and mappings to a thread that hangs in them. Raises OSError."""
         self.index.close()

@@ -68,7 +68,7 @@ class StoreDirectory:
             logger.info("the store in %s is in use with %d blocks; our %d are ignored", self.path, file.num_slots, num_slots)
         lease = None
         try:
-            lease = Lease(self.path, take_lease_number(file))
+            lease = self._take_lease(file)
             medium = open_medium(Segment(self.path / _SEGMENT_NAME, file, self.layout, is_alone, is_new))
             grow_step = max(1, grow_bytes // slot_bytes(self.layout))
             index = SlotIndex(file, lease.number, lambda number: is_lease_alive(self.path, number), medium.grow, grow_step)
@@ -80,10 +80,20 @@ class StoreDirectory:
             raise
         return SlotStore(index, medium, lambda: self._leave(lease))
 
+    def _take_lease(self, file: IndexFile) -> Lease:
+        """A lease that nobody has: an index that is new or was damaged counts from the start, while older leases live on."""
+        number = take_lease_number(file)
+        while is_lease_alive(self.path, number):
+            number = take_lease_number(file)
+        return Lease(self.path, number)
+
     def _open_index(self, num_slots: int, is_alone: bool) -> tuple[IndexFile, bool]:
         path = self.path / _INDEX_NAME
         try:
             file = IndexFile(path, self.layout.fingerprint, slot_bytes(self.layout))
+            if not file.is_sane():
+                file.close()
+                raise ConnectorError(f"{path} has words in its header that no writer leaves")
             if is_alone and file.num_slots != num_slots:
                 file.close()
                 resize_index_file(path, num_slots)

@@ -47,6 +47,7 @@ class ModelOptions:
         _check(self.dtype in DTYPES, "model.dtype", self.dtype, " or ".join(DTYPES))
         _check(self.max_model_len >= 0, "model.max_model_len", self.max_model_len, "0 (the model's own) or more")
         _check(bool(self.path), "model.path", self.path, "an alias or a folder")
+        _check(len(self.name) <= 512, "model.served_name", self.name, "at most 512 characters")
 
     @property
     def name(self) -> str:
@@ -112,6 +113,8 @@ class RouterOptions:
     control_host: where nodes register; beyond loopback only with security.keys. It does not follow host, so that serving HTTP to
     others opens nothing else. api_keys_file: made by `kvrelay keys api`; "" asks clients for no key, and answers administrators'
     questions only on loopback. cache_salt_per_key: clients with different API keys never share cached KV.
+    A client has header_timeout_s for a request's line and headers, also when its connection is new and silent, then
+    body_timeout_s for the body, and is cut when it takes nothing of its answer for send_timeout_s.
 
     local_prefill_max_tokens: prompts up to this length skip the prefill node (0: up to one block, which cannot be handed over).
     prefill_timeout_s: how long PrefillDone may take before the decode node does it all; max_attempts bounds dispatches
@@ -131,6 +134,11 @@ class RouterOptions:
     max_num_requests: int = 1024
     max_body_bytes: int = 16 * MIB
     max_choices: int = 64
+    max_connections: int = 4096
+    max_header_bytes: int = 64 * 1024
+    header_timeout_s: float = 15.0
+    body_timeout_s: float = 60.0
+    send_timeout_s: float = 60.0
     request_timeout_s: float = 600.0
     prefill_timeout_s: float = 120.0
     node_wait_s: float = 10.0
@@ -146,7 +154,10 @@ class RouterOptions:
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "router.port", self.port, "0 to 65535")
         _check(0 <= self.control_port <= 65535, "router.control_port", self.control_port, "0 to 65535")
-        for name in ("max_num_requests", "max_body_bytes", "max_choices", "max_attempts", "max_node_deaths"):
+        for name in (
+            *("max_num_requests", "max_body_bytes", "max_choices", "max_attempts", "max_node_deaths"),
+            *("max_connections", "max_header_bytes"),
+        ):
             _check(getattr(self, name) >= 1, f"router.{name}", getattr(self, name), "1 or more")
         _check(self.drain_timeout_s >= 0, "router.drain_timeout_s", self.drain_timeout_s, "0 (hand over at once) or more")
         for name in (
@@ -155,6 +166,9 @@ class RouterOptions:
             "heartbeat_interval_s",
             "heartbeat_timeout_s",
             "step_stall_timeout_s",
+            "header_timeout_s",
+            "body_timeout_s",
+            "send_timeout_s",
         ):
             _check(getattr(self, name) > 0, f"router.{name}", getattr(self, name), "above 0")
         _check(
@@ -177,6 +191,8 @@ class NodeOptions:
         host, _, port = self.router.rpartition(":")
         is_address = bool(host) and port.isdigit() and 1 <= int(port) <= 65535
         _check(is_address, "node.router", self.router, "HOST:PORT, with a port from 1 to 65535")
+        is_name = len(self.node_id) <= 128 and all("!" <= char <= "~" for char in self.node_id)
+        _check(is_name, "node.node_id", self.node_id, "at most 128 printable ASCII characters without spaces")
         _check(-1 <= self.metrics_port <= 65535, "node.metrics_port", self.metrics_port, "-1 to 65535")
 
 

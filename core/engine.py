@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -101,6 +102,8 @@ class EngineCore:
         it ends with an error.
         """
         self._check_request(request_id, prompt_token_ids, output_token_ids, sampling)
+        if math.isnan(time_left_s):  # would spoil the order of all deadlines
+            raise InvalidInputError("time_left_s", time_left_s, "a number of seconds")
         if self._scheduler.num_waiting >= self.options.max_num_waiting:
             raise OverloadedError(f"{self._scheduler.num_waiting} requests are waiting already", _RETRY_AFTER_S)
         now_s = self._clock.now_s()
@@ -126,6 +129,10 @@ class EngineCore:
         if request.deadline_s != float("inf"):
             heapq.heappush(self._deadlines, (request.deadline_s, request_id))
         self._scheduler.add_request(request)
+
+    def has_request(self, request_id: str) -> bool:
+        """True from add_request until the request has ended."""
+        return request_id in self._scheduler.requests
 
     def abort_request(self, request_id: str) -> bool:
         """End a request without further news of it; False when it is not here. Its transfers end by themselves."""

@@ -6,6 +6,8 @@ invariant is not here: it asserts.
 
 from __future__ import annotations
 
+import reprlib
+
 
 class KVRelayError(Exception):
     """Base of all faults that kvrelay raises on purpose."""
@@ -18,13 +20,32 @@ class InvalidInputError(KVRelayError):
     """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        shown = repr(value)
+        shown = _shown(value)
         if len(shown) > 120:
             shown = f"{shown[:117]}..."
         super().__init__(f"{field}: got {shown}; allowed: {allowed}")
         self.field = field
         self.value = value
         self.allowed = allowed
+
+
+class NotRepresentable(str):
+    """A value as it was written, where no Python value stands for it; shown without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _shown(value: object) -> str:
+    """A short repr that never walks through all of a large value."""
+    if isinstance(value, NotRepresentable):
+        return value[:120]
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 120
+    try:
+        return short.repr(value)
+    except ValueError:  # a whole number with more digits than Python is willing to write
+        return "a very large number"
 
 
 class ConfigError(InvalidInputError):

@@ -95,7 +95,8 @@ def _structured_families(nodes: Sequence[NodeStats], label_names: list[str]) -> 
         ):
             blocks.add_metric([*values, state], count)
         for key, count in stats.transfer_blocks.items():
-            transfers.add_metric([*values, *key.split(".")], count)
+            direction, _, outcome = key.partition(".")
+            transfers.add_metric([*values, direction, outcome], count)
         for source, count in (
             ("local", stats.prefix_cache_hit_tokens),
             ("external", stats.external_hit_tokens),

@@ -36,6 +36,7 @@ _logger = logging.getLogger(__name__)
 NODE_SECTIONS = ("model", "engine", "connector", "node", "security")
 _PUBLISH_INTERVAL_S = 0.1
 _IDLE_WAIT_S = 0.2
+_MAX_COMMANDS_PER_STEP = 1024  # a flood of them must not keep running requests from their next token
 _TRANSFER_WAIT_S = 0.005  # while only transfers are in flight, and the connector does not wake us itself
 
 
@@ -89,7 +90,7 @@ class NodeServer:
         _logger.info("%s waits for the router at %s", node_id, self._options.router)
         was_registered = False
         while not self._is_stopping and not self._link.refusal:
-            while self._link.commands:
+            for _ in range(min(len(self._link.commands), _MAX_COMMANDS_PER_STEP)):
                 self._send_all(core.handle(self._link.commands.popleft()))
             if core.engine.has_work():
                 news, num_tokens = core.step()
@@ -101,7 +102,7 @@ class NodeServer:
                     self._send_all(core.settle())
             elif core.is_draining:
                 break
-            else:
+            elif not self._link.commands:
                 self._link.wait_for_command(_IDLE_WAIT_S)
             if self._link.is_registered and not was_registered and not self._link.refusal:
                 was_registered = True

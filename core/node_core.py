@@ -86,6 +86,9 @@ class NodeCore:
     def _generate(self, command: messages.Generate) -> list[messages.NodeMessage]:
         if self.is_draining:
             return [_refusal(command.request_id, "this node is draining")]
+        if self.engine.has_request(command.request_id):  # a refusal would end the one that runs
+            _logger.warning("ignored a second request with the id %s", command.request_id)
+            return []
         try:
             self.engine.add_request(
                 command.request_id,
@@ -116,7 +119,7 @@ def model_info(name: str, model: EngineModel) -> messages.ModelInfo:
 
 
 def _refusal(request_id: str, error: str) -> messages.Updates:
-    return messages.Updates((messages.RequestUpdate(request_id, finish_reason="error", error=error),))
+    return messages.Updates((messages.RequestUpdate(request_id, finish_reason="error", error=error[: messages.MAX_TEXT_CHARS]),))
 
 
 def updates_from_output(output: StepOutput) -> tuple[messages.RequestUpdate, ...]:
@@ -139,7 +142,7 @@ def _update_of(request_id: str, output: StepOutput, is_prefill_done: bool) -> me
         token_ids=tuple(token_ids),
         finish_reason=finished.reason.value if finished else "",
         stop_token_id=finished.stop_token_id if finished else None,
-        error=finished.error if finished else "",
+        error=finished.error[: messages.MAX_TEXT_CHARS] if finished else "",
         is_prefill_done=is_prefill_done,
         num_cached_tokens=output.num_cached_tokens.get(request_id, 0),
         logprobs=tuple(logprobs[: len(token_ids)]) if logprobs is not None else None,

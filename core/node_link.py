@@ -27,11 +27,13 @@ from core.wire.sockets import (
     disconnect_from_router,
     open_node_socket,
 )
+from core.wire.warning_limit import WarningLimit
 
 _logger = logging.getLogger(__name__)
 _REGISTER_RETRY_S = 1.0
 _REGISTRATIONS_PER_WARNING = 10
 _HANDSHAKE_WARNING_INTERVAL_S = 10.0
+_MAX_MESSAGES_IN_A_ROW = 256  # taken before heartbeats and news get their turn
 
 
 class NodeLink:
@@ -52,6 +54,8 @@ class NodeLink:
         self._heartbeat_set_s = 0.0
         self._has_command = threading.Event()
         self._is_closed = False
+        self._failure = ""
+        self._garbage = WarningLimit()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name="node-link", daemon=True)
@@ -63,8 +67,8 @@ class NodeLink:
 
     @property
     def refusal(self) -> str:
-        """Why the router does not want this node; empty as long as it does. Any thread."""
-        return self._session.refusal
+        """Why this node cannot serve: it is not wanted, or a bug ended the link. Empty as long as it can. Any thread."""
+        return self._failure or self._session.refusal
 
     def start(self) -> None:
         """Connect and register; returns at once."""
@@ -104,6 +108,15 @@ class NodeLink:
             os.write(self._wake_write, b"x")
 
     def _run(self) -> None:
+        """The thread's top: without it the node would be deaf and dumb, so a bug in it ends the node, loudly."""
+        try:
+            self._serve()
+        except Exception as error:
+            _logger.exception("the link to the router ended")
+            self._failure = f"internal error of the link: {type(error).__name__}"
+            self._has_command.set()
+
+    def _serve(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         session = self._session
         socket = open_node_socket(context, self._router_address, self._identity, self._keys)
@@ -193,12 +206,15 @@ class NodeLink:
         self._has_command.set()
 
     def _receive_all(self, socket: zmq.Socket[bytes]) -> None:
-        while True:
+        for _ in range(_MAX_MESSAGES_IN_A_ROW):
             try:
-                frame = socket.recv(zmq.NOBLOCK)
+                frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                self._command(self._session.receive(frame))
+                if len(frames) != 1:
+                    raise WireError(f"{len(frames)} frames, not 1")
+                self._command(self._session.receive(frames[0]))
             except WireError as error:
-                _logger.warning("ignored a message: %s", error)
+                if num := self._garbage.count(b"router", time.monotonic()):
+                    _logger.warning("ignored %d messages of the router, the last: %s", num, error)

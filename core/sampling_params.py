@@ -12,6 +12,8 @@ from core.errors import InvalidInputError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS_ENTRIES = 1024
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature only amplifies rounding: such requests are greedy
 
@@ -73,6 +75,10 @@ class SamplingParams:
             raise InvalidInputError("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
         if any(not text for text in self.stop):
             raise InvalidInputError("stop", "", "strings that are not empty")
+        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARS:
+            raise InvalidInputError("stop", f"{longest} characters", f"strings of at most {MAX_STOP_CHARS} characters")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidInputError("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, vocab_size - 1)
         if len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:

@@ -6,6 +6,14 @@ Counters are cumulative since the engine's start; gauges are of the last step.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
+
+# Bounded, because these come from other processes: see core/wire/messages.
+_Key = Annotated[str, Meta(max_length=64)]
+Counts = Annotated[dict[_Key, int], Meta(max_length=64)]
+Durations = Annotated[dict[_Key, float], Meta(max_length=64)]
 
 
 @dataclass(slots=True)
@@ -19,7 +27,7 @@ class EngineStats:
     # gauges
     num_running: int = 0
     num_waiting: int = 0
-    waiting_by_reason: dict[str, int] = field(default_factory=dict)
+    waiting_by_reason: Counts = field(default_factory=dict)
     oldest_waiting_age_s: float = 0.0
     kv_usage_ratio: float = 0.0
     num_blocks_total: int = 0
@@ -42,10 +50,10 @@ class EngineStats:
     external_query_tokens: int = 0
     external_hit_tokens: int = 0
     recomputed_prompt_tokens: int = 0
-    transfer_blocks: dict[str, int] = field(default_factory=dict)
-    transfer_bytes: dict[str, int] = field(default_factory=dict)
-    load_or_recompute: dict[str, int] = field(default_factory=dict)
-    connector_errors: dict[str, int] = field(default_factory=dict)
+    transfer_blocks: Counts = field(default_factory=dict)
+    transfer_bytes: Counts = field(default_factory=dict)
+    load_or_recompute: Counts = field(default_factory=dict)
+    connector_errors: Counts = field(default_factory=dict)
     store_evictions: int = 0
-    requests_finished: dict[str, int] = field(default_factory=dict)
-    step_seconds: dict[str, float] = field(default_factory=dict)
+    requests_finished: Counts = field(default_factory=dict)
+    step_seconds: Durations = field(default_factory=dict)

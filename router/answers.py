@@ -352,4 +352,4 @@ def token_text(token_id: int, tokenizer: Tokenizer) -> str:
 
 def finite_logprob(logprob: float) -> float:
     """A logprob that JSON can hold."""
-    return max(logprob, MIN_LOGPROB) if not math.isnan(logprob) else MIN_LOGPROB
+    return max(logprob, MIN_LOGPROB) if math.isfinite(logprob) else MIN_LOGPROB

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import logging
 import secrets
 import socket
@@ -27,6 +28,7 @@ from core.errors import ConfigError, WireError
 from core.wire.curve import CurveKeys, use_router_keys
 from core.wire.messages import AuditReply
 from core.wire.sockets import HANDSHAKE_FAILURES, MONITORED_EVENTS, configure_router_socket
+from core.wire.warning_limit import WarningLimit
 from router.metrics import RouterMetrics
 from router.router_core import RouterCore
 
@@ -34,6 +36,7 @@ logger = logging.getLogger("kvrelay.router")
 
 TICK_S = 0.05  # how late a deadline may be noticed
 AUDIT_POLL_S = 0.005
+MAX_MESSAGES_IN_A_ROW = 32  # taken from a socket that never runs dry, before everything else gets its turn
 # libzmq reports a disconnect before the peer is removed from the routing table, so that one ping may come too early.
 PING_DELAYS_S = (0.0, 0.02, 0.2)
 HANDSHAKE_WARNING_INTERVAL_S = 10.0  # a node with wrong keys tries again every second, and so may whoever else is out there
@@ -50,6 +53,7 @@ class Dispatcher:
         self._num_failed_handshakes = 0
         self._next_handshake_warning_s = 0.0
         self._authenticator: AsyncioAuthenticator | None = None
+        self._garbage = WarningLimit()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor: zmq.asyncio.Socket | None = None
@@ -128,15 +132,18 @@ class Dispatcher:
         return True
 
     async def _receive_forever(self) -> None:
-        while True:
+        for count in itertools.count(1):
             frames = await self._socket.recv_multipart()
+            if count % MAX_MESSAGES_IN_A_ROW == 0:  # awaiting what is there already does not let others run
+                await asyncio.sleep(0)
             try:
                 if len(frames) != 2:
                     raise WireError(f"{len(frames)} frames, not 2")
                 self.core.receive(frames[0], frames[1])
             except WireError as error:
                 self._metrics.wire_errors.inc()
-                logger.warning("ignored a message of %r: %s", frames[0][:64], error)
+                if num := self._garbage.count(frames[0], self._clock.now_s()):
+                    logger.warning("ignored %d messages of %r, the last: %s", num, frames[0][:64], error)
 
     async def _tick_forever(self) -> None:
         while True:

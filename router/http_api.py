@@ -5,6 +5,7 @@ Generation is in http_generation.py. Every error has OpenAI's shape.
 
 from __future__ import annotations
 
+import asyncio
 import http
 import importlib.metadata
 import logging
@@ -25,6 +26,7 @@ from core.clock import Clock
 from core.config import RouterOptions
 from core.errors import InvalidInputError, OverloadedError
 from core.wire.messages import ModelInfo
+from router.answers import token_text
 from router.api_key_file import ApiKeyFile
 from router.api_keys import ApiKeyGate
 from router.chat_template import ChatTemplate
@@ -39,11 +41,18 @@ from router.tokenizer import Tokenizer
 logger = logging.getLogger("kvrelay.router")
 
 SHUTDOWN_RETRY_AFTER_S = 5.0
+MAX_BODIES = 8  # of the largest size, being received at the same time
+BODIES_RETRY_AFTER_S = 1.0
+MAX_SHOWN_CHARS = 200  # of what a client sent, in an answer
 REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class BodyTooLargeError(Exception):
     """The body exceeds max_body_bytes."""
+
+
+class BodyTooSlowError(Exception):
+    """The body did not arrive within body_timeout_s."""
 
 
 class ShuttingDownError(Exception):
@@ -90,6 +99,7 @@ class HttpApi:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._created = int(time.time())
+        self._num_body_bytes = 0  # of requests whose bodies have not arrived whole
         self._generation = GenerationEndpoints(dispatcher.core, tokenizer, chat_template, self.limits)
         self._cluster = ClusterEndpoints(dispatcher, clock, drain)
         gate = ApiKeyGate(self._routes(), api_keys, metrics, has_salt_per_key=options.cache_salt_per_key)
@@ -153,7 +163,7 @@ class HttpApi:
             )
         strings = None
         if parsed.return_token_strs:
-            strings = [self._tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
+            strings = await asyncio.to_thread(lambda: [token_text(token_id, self._tokenizer) for token_id in token_ids])
         return json_response(
             {
                 "count": len(token_ids),
@@ -167,6 +177,8 @@ class HttpApi:
         """POST /detokenize."""
         parsed = decode_body(body, DetokenizeRequest)
         check_model_name(parsed.model, self.limits())
+        if len(parsed.tokens) > self.limits().max_model_len:
+            raise InvalidInputError("tokens", f"{len(parsed.tokens)} tokens", f"at most {self.limits().max_model_len} tokens")
         for token_id in parsed.tokens:
             if not 0 <= token_id < self._tokenizer.vocab_size:
                 raise InvalidInputError("tokens", token_id, f"token ids from 0 to {self._tokenizer.vocab_size - 1}")
@@ -193,6 +205,7 @@ class HttpApi:
                 OverloadedError: self._on_overloaded,
                 GenerationFailedError: self._on_generation_failed,
                 BodyTooLargeError: self._on_body_too_large,
+                BodyTooSlowError: self._on_body_too_slow,
                 ShuttingDownError: self._on_shutting_down,
                 ClientDisconnect: self._on_client_disconnect,
                 HTTPException: self._on_http_exception,
@@ -211,16 +224,25 @@ class HttpApi:
     async def _read_body(self, request: Request) -> bytes:
         content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if content_type != "application/json" and not content_type.endswith("+json"):
-            raise HTTPException(415, f"content-type: got {content_type!r}; allowed: application/json")
+            raise HTTPException(415, f"content-type: got {content_type[:MAX_SHOWN_CHARS]!r}; allowed: application/json")
         limit = self._options.max_body_bytes
         declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > limit:
+        if declared.isascii() and declared.isdigit() and int(declared) > limit:
             raise BodyTooLargeError
         body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise BodyTooLargeError
+        try:
+            async with asyncio.timeout(self._options.body_timeout_s):
+                async for chunk in request.stream():
+                    body += chunk
+                    self._num_body_bytes += len(chunk)
+                    if len(body) > limit:
+                        raise BodyTooLargeError
+                    if self._num_body_bytes > MAX_BODIES * limit:
+                        raise OverloadedError("too many large bodies at a time", BODIES_RETRY_AFTER_S)
+        except TimeoutError:
+            raise BodyTooSlowError from None
+        finally:
+            self._num_body_bytes -= len(body)
         return bytes(body)
 
     def _error(
@@ -256,6 +278,12 @@ class HttpApi:
         response.headers["connection"] = "close"  # the rest of the body is not read
         return response
 
+    async def _on_body_too_slow(self, _request: Request, _error: Exception) -> Response:
+        message = f"body: did not arrive within {self._options.body_timeout_s:g} s (router.body_timeout_s)"
+        response = self._error("body_too_slow", 408, message, error_type="invalid_request_error", param="body")
+        response.headers["connection"] = "close"
+        return response
+
     async def _on_shutting_down(self, _request: Request, _error: Exception) -> Response:
         self._metrics.admission_rejections.labels("shutting_down").inc()
         message = "the router is shutting down"
@@ -268,7 +296,8 @@ class HttpApi:
         assert isinstance(error, HTTPException)
         message = error.detail
         if message == http.HTTPStatus(error.status_code).phrase:  # the router's own; ours say more
-            texts = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not allowed at {request.url.path}"}
+            path = request.url.path[:MAX_SHOWN_CHARS]
+            texts = {404: f"no such path: {path}", 405: f"{request.method} is not allowed at {path}"}
             message = texts.get(error.status_code, message)
         response = self._error("http", error.status_code, message, error_type="invalid_request_error")
         response.headers.update(error.headers or {})

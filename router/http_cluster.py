@@ -44,7 +44,7 @@ class ClusterEndpoints:
         """GET /nodes."""
         now_s = self._clock.now_s()
         nodes = sorted(self._dispatcher.core.registry.nodes.values(), key=lambda node: node.node_id)
-        return json_response({"router_generation": self._generation, "nodes": [_node_body(node, now_s) for node in nodes]})
+        return json_response({"router_generation": self._generation, "nodes": [node_body(node, now_s) for node in nodes]})
 
     async def requests(self, _request: Request) -> Response:
         """GET /requests: what is in flight, oldest first."""
@@ -85,7 +85,8 @@ class ClusterEndpoints:
         return json_response(body, 503 if problems else 200)
 
 
-def _node_body(node: NodeState, now_s: float) -> dict[str, object]:
+def node_body(node: NodeState, now_s: float) -> dict[str, object]:
+    """A node as GET /nodes lists it."""
     return {
         "node_id": node.node_id,
         "role": node.role,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ from router.request_validation import (
     check_messages,
     check_model_name,
     check_prompt_token_ids,
+    check_template_kwargs,
+    check_tool_calls,
     num_content_chars,
     plan_chat,
     plan_completion,
@@ -50,6 +53,7 @@ from router.router_core import RouterCore
 from router.tokenizer import Tokenizer
 
 MAX_LONG_TEXTS = 2  # tokenized at a time: each takes a thread, and memory of many times its size
+LONG_CHAT_MESSAGES = 64  # the same for rendering a chat template
 LONG_TEXT_CHARS = 4096  # from here on tokenizing takes longer than a thread's hand-over
 HTTP_CLIENT_CLOSED = 499  # seen by nobody: the client is gone
 
@@ -176,7 +180,7 @@ class GenerationEndpoints:
         limits = self._limits()
         check_model_name(parsed.model, limits)
         plan = _kept_apart(plan_completion(parsed, limits), request)
-        parts = split_prompts(parsed.prompt)
+        parts = split_prompts(parsed.prompt, limits)
         if len(parts) * plan.num_choices > limits.max_choices:
             raise InvalidInputError(
                 "prompt", f"{len(parts)} prompts x n {plan.num_choices}", f"at most {limits.max_choices} choices"
@@ -216,11 +220,25 @@ class GenerationEndpoints:
         extra: dict[str, object] | None,
     ) -> list[int]:
         """Messages through the template to token ids. The template writes special tokens itself. Raises InvalidInputError."""
-        check_messages(messages)
+        limits = self._limits()
+        check_messages(messages, limits.max_model_len)
+        check_template_kwargs(extra)
         if self._chat_template is None:
             raise InvalidInputError("messages", "a chat", "prompts at /v1/completions: this model has no chat template")
-        self._check_length(sum(num_content_chars(message) for message in messages), "messages")
-        text = self._chat_template.render(template_messages(messages), add_generation_prompt=add_generation_prompt, extra=extra)
+        num_chars = sum(num_content_chars(message) for message in messages)
+        self._check_length(num_chars, "messages")
+        check_tool_calls(messages)
+        render = functools.partial(
+            self._chat_template.render,
+            template_messages(messages),
+            add_generation_prompt=add_generation_prompt,
+            extra=extra,
+        )
+        if num_chars < LONG_TEXT_CHARS and len(messages) < LONG_CHAT_MESSAGES:
+            text = render()
+        else:
+            async with self._long_texts:
+                text = await asyncio.to_thread(render)
         return await self.encode(text, add_special_tokens, "messages")
 
     async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:

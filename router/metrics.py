@@ -75,6 +75,10 @@ class RouterMetrics:
         """Add the nodes' liveness and engine stats to what is exposed. Call once."""
         self.registry.register(_NodeCollector(nodes, clock, self.model_name))
 
+    def forget_node(self, node_id: str) -> None:
+        """Drop the series of a node that is gone for good: names differ for every start, so they would add up without end."""
+        self.routed_requests.remove_by_labels({"node": node_id})
+
     def render(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self.registry)

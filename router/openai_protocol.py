@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from core.errors import InvalidInputError
+from core.errors import InvalidInputError, NotRepresentable
 
+MAX_SEARCHED_BYTES = 256 * 1024  # a body whose wrong value is looked for, to show it: that takes longer than decoding
 UNSET = msgspec.UNSET
 UnsetType = msgspec.UnsetType
 
@@ -310,6 +311,8 @@ def decode_body(body: bytes, body_type: type[Body]) -> Body:
             field, value, allowed = f"{field}.{missing[1]}".lstrip("."), None, "a value: the field is required"
         elif expected := re.match("Expected `([^`]+)`", what):
             allowed = expected[1].replace(" | ", " or ")
+        elif "out of range" in what:
+            allowed = "a number that is finite and has fewer digits"
         raise InvalidInputError(field or "body", value, allowed) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidInputError("body", body[:40].decode(errors="replace"), f"a JSON object ({error})") from error
@@ -318,12 +321,19 @@ def decode_body(body: bytes, body_type: type[Body]) -> Body:
 
 
 def _value_at(body: bytes, path: str) -> object:
-    """The offending value, for the message; None when the path is not a plain one."""
-    try:
-        value: Any = msgspec.json.decode(body)
-        for part in path.replace("[", ".").replace("]", "").split("."):
-            if part:
-                value = value[int(part)] if isinstance(value, list) else value[part]
-        return value
-    except (msgspec.DecodeError, KeyError, IndexError, ValueError, TypeError, RecursionError):
+    """The offending value, for the message; None when the path is not a plain one. Decodes no more than the way to it."""
+    if len(body) > MAX_SEARCHED_BYTES:
         return None
+    raw = msgspec.Raw(body)
+    try:
+        for part in path.replace("[", ".").replace("]", "").split("."):
+            if part.isdecimal():
+                raw = msgspec.json.decode(raw, type=list[msgspec.Raw])[int(part)]
+            elif part:
+                raw = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])[part]
+    except (msgspec.DecodeError, KeyError, IndexError, ValueError, RecursionError):
+        return None
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, ValueError, RecursionError):  # a number that no float holds, among others
+        return NotRepresentable(bytes(raw)[:120].decode(errors="replace"))

@@ -14,6 +14,7 @@ from core.wire.numbering import PROTOCOL_VERSION, MessageNumbers
 
 ROLES = ("prefill", "decode")
 FORGET_AFTER_S = 600.0  # a node that is down stays listed this long, so that an operator sees it; then memory is given back
+MAX_NODES = 1024  # connected at a time: a flood of names is refused
 MAX_NODES_DOWN = 256
 MAX_SUPERSEDED = 1024  # old generations remembered, so that a process whose name was taken over does not take it back
 
@@ -120,7 +121,7 @@ class NodeRegistry:
     def register(self, message: Register, identity: bytes, now_s: float) -> Registration:
         """Add or replace a node. A new registration has nothing in flight: whatever the node had is returned as lost."""
         old = self.nodes.get(message.node_id)
-        if refusal := self._refusal(message, old):
+        if refusal := self._refusal(message, identity, old):
             return Registration(refusal=refusal)
         lost: tuple[str, ...] = ()
         drain_deadline_s = old.drain_deadline_s if old is not None and old.generation == message.generation else None
@@ -221,14 +222,17 @@ class NodeRegistry:
         for node in self.connected():
             node.last_heartbeat_s = now_s
 
-    def forget_long_down(self, now_s: float) -> None:
-        """Drop nodes that have been down for long, oldest first when there are very many."""
+    def forget_long_down(self, now_s: float) -> list[str]:
+        """Drop nodes that have been down for long, oldest first when there are very many; the ids of those dropped."""
+        forgotten = []
         down = [node for node in self.nodes.values() if not node.is_connected]
         down.sort(key=lambda node: node.last_heartbeat_s)
         num_too_many = max(0, len(down) - MAX_NODES_DOWN)
         for place, node in enumerate(down):
             if place < num_too_many or now_s - node.last_heartbeat_s > FORGET_AFTER_S:
                 del self.nodes[node.node_id]
+                forgotten.append(node.node_id)
+        return forgotten
 
     # -- queries -------------------------------------------------------------------------------------------------------
     def node_of(self, identity: bytes) -> NodeState | None:
@@ -269,16 +273,21 @@ class NodeRegistry:
         return [node.node_id for node in self.connected() if now_s - node.last_heartbeat_s > self._heartbeat_timeout_s]
 
     # -- inside --------------------------------------------------------------------------------------------------------
-    def _refusal(self, message: Register, old: NodeState | None) -> str:
+    def _refusal(self, message: Register, identity: bytes, old: NodeState | None) -> str:
         if message.protocol_version != PROTOCOL_VERSION:
             return f"protocol_version: got {message.protocol_version}; this router speaks {PROTOCOL_VERSION}"
         if message.role not in ROLES:
             return f"role: got {message.role!r}; allowed: {' or '.join(ROLES)}"
         if not message.node_id:
             return "node_id: got ''; allowed: a name"
+        known = self.node_of(identity)
+        if known is not None and known.node_id != message.node_id:
+            return f"node_id: got {message.node_id}; this connection is {known.node_id} already"
         if (message.node_id, message.generation) in self._superseded:
             return f"node_id: {message.node_id} was taken over by a newer process"
         others = [node for node in self.connected() if node is not old]
+        if len(others) >= MAX_NODES:
+            return f"node_id: got one more; allowed: at most {MAX_NODES} nodes at a time"
         if others:
             return _model_difference(message.model, others[0].model)
         return ""

@@ -158,12 +158,14 @@ class RequestFlow:
         """First dispatch, or begin to wait for a node."""
         return self._place(now_s)
 
-    def on_update(self, node_id: str, update: RequestUpdate, now_s: float) -> list[Action]:
-        """News from a node. Late, repeated and foreign updates change nothing."""
+    def on_update(self, node_id: str, update: RequestUpdate, now_s: float, vocab_size: int = 2**31) -> list[Action]:
+        """News from a node. Late, repeated and foreign updates change nothing; one that cannot be true is a fault."""
         attempt = self.attempt
         if attempt is None or update.request_id != attempt.wire_id or node_id != attempt.node_id:
             return []
         num_known = len(self.output_token_ids)
+        if problem := update_problem(update, vocab_size, len(self.spec.prompt_token_ids) + num_known):
+            return self._fault("bad_update", f"{node_id} sent {problem}", now_s)
         if update.token_ids and update.first_index > num_known:
             return self._fault("token_gap", f"{node_id} sent token {update.first_index} after token {num_known - 1}", now_s)
         attempt.num_cached_tokens = max(attempt.num_cached_tokens, update.num_cached_tokens)
@@ -435,3 +437,20 @@ class RequestFlow:
 
     def _with_last_fault(self, what: str) -> str:
         return f"{what}; last fault: {self._last_fault}" if self._last_fault else what
+
+
+def update_problem(update: RequestUpdate, vocab_size: int, num_known_tokens: int) -> str:
+    """What cannot be true of an update, in words; empty when there is nothing. num_known_tokens: prompt and output so far."""
+    if any(not 0 <= token_id < vocab_size for token_id in update.token_ids):
+        return f"a token id outside the vocabulary of {vocab_size}"
+    if update.logprobs is not None and [entry.token_id for entry in update.logprobs] != list(update.token_ids):
+        return "log-probabilities of other tokens than its own"
+    for entries in (update.logprobs, update.prompt_logprobs):
+        for entry in entries or ():
+            if not all(0 <= token_id < vocab_size for token_id in (entry.token_id, *(top_id for top_id, _ in entry.top))):
+                return f"a log-probability of a token outside the vocabulary of {vocab_size}"
+    if update.first_index < 0:
+        return f"first_index {update.first_index}"
+    if not 0 <= update.num_cached_tokens <= num_known_tokens:
+        return f"num_cached_tokens {update.num_cached_tokens} of {num_known_tokens}"
+    return ""

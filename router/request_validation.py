@@ -10,13 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from core.errors import InvalidInputError, KVRelayError
-from core.sampling_params import SamplingParams
+from core.sampling_params import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
 from router.openai_protocol import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI API's; chat goes on to the end of the context
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_CACHE_SALT_CHARS = 256
+MAX_USER_CHARS = 1024
+MAX_NAME_CHARS = 256
+MAX_TEMPLATE_KWARGS_BYTES = 16 * 1024
+MAX_NESTING = 16  # of what a chat template is given
 PRIORITY_RANGE = (-(2**31), 2**31 - 1)
 NOT_SERVED = ("suffix", "use_beam_search", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 CHAT_NOT_SERVED = ("continue_final_message", "chat_template", "functions", "audio", "echo")
@@ -62,11 +68,8 @@ class GenerationPlan:
 
     def sampling_for(self, num_prompt_tokens: int, choice: int, limits: ModelLimits) -> SamplingParams:
         """Parameters of one choice of a prompt. Raises InvalidInputError when prompt and output exceed the context."""
+        check_prompt_length(num_prompt_tokens, limits)
         room = limits.max_model_len - num_prompt_tokens
-        if room < 1:
-            raise InvalidInputError(
-                "prompt", f"{num_prompt_tokens} tokens", f"fewer than the model's {limits.max_model_len} tokens of context"
-            )
         max_tokens = room if self.max_tokens is None else self.max_tokens
         if self.is_default_max_tokens:
             max_tokens = min(max_tokens, room)
@@ -84,7 +87,7 @@ class GenerationPlan:
 def check_model_name(model: str | None, limits: ModelLimits) -> None:
     """Raise UnknownModelError; no name means the served model."""
     if model is not None and model not in limits.served_names:
-        raise UnknownModelError(f"The model `{model}` does not exist; served here: {limits.served_names[0]}")
+        raise UnknownModelError(f"The model `{model[:MAX_NAME_CHARS]}` does not exist; served here: {limits.served_names[0]}")
 
 
 def plan_completion(request: CompletionRequest, limits: ModelLimits) -> GenerationPlan:
@@ -105,30 +108,54 @@ def plan_chat(request: ChatRequest, limits: ModelLimits) -> GenerationPlan:
         )
     if request.top_logprobs and not request.logprobs:
         raise InvalidInputError("top_logprobs", request.top_logprobs, "with logprobs true only")
-    check_messages(request.messages)
+    check_messages(request.messages, limits.max_model_len)
     return _plan(request, limits, (request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs, None)
 
 
 def num_content_chars(message: ChatMessage) -> int:
     """Characters that a message adds to a prompt, at least one for the message itself."""
     content = message.content
-    if isinstance(content, list):
-        return 1 + sum(len(part.text or "") for part in content)
-    return 1 + len(content or "")
+    num_chars = 1 + (sum(1 + len(part.text or "") for part in content) if isinstance(content, list) else len(content or ""))
+    if message.tool_calls is not None:
+        num_chars += _num_json_bytes(message.tool_calls, "messages.tool_calls")
+    return num_chars + len(message.reasoning_content or "") + len(message.name or "") + len(message.tool_call_id or "")
 
 
-def check_messages(messages: Sequence[ChatMessage]) -> None:
+def check_messages(messages: Sequence[ChatMessage], max_model_len: int) -> None:
     """Raise InvalidInputError for what no chat template can be given."""
     if not messages:
         raise InvalidInputError("messages", [], "at least one message")
+    if len(messages) > max_model_len:
+        allowed = f"at most {max_model_len}, the tokens of the model's context"
+        raise InvalidInputError("messages", f"{len(messages)} messages", allowed)
     for place, message in enumerate(messages):
         if message.role not in ROLES:
             raise InvalidInputError(f"messages[{place}].role", message.role, f"one of {', '.join(ROLES)}")
         if message.content is None and not message.tool_calls:
             raise InvalidInputError(f"messages[{place}].content", None, "a text or a list of text parts")
+        for name in ("name", "tool_call_id"):
+            if len(getattr(message, name) or "") > MAX_NAME_CHARS:
+                given = f"{len(getattr(message, name))} characters"
+                raise InvalidInputError(f"messages[{place}].{name}", given, f"at most {MAX_NAME_CHARS} characters")
         for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part.type != "text" or part.text is None:
                 raise InvalidInputError(f"messages[{place}].content[{number}].type", part.type, "text, with its text")
+
+
+def check_tool_calls(messages: Sequence[ChatMessage]) -> None:
+    """Raise InvalidInputError for calls that are nested too deep. Their size was checked before."""
+    for place, message in enumerate(messages):
+        _check_nesting(message.tool_calls, f"messages[{place}].tool_calls")
+
+
+def check_template_kwargs(kwargs: dict[str, object] | None) -> None:
+    """Raise InvalidInputError for variables of a chat template that are too large or too deep."""
+    if kwargs is None:
+        return
+    if (num_bytes := _num_json_bytes(kwargs, "chat_template_kwargs")) > MAX_TEMPLATE_KWARGS_BYTES:
+        allowed = f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes as JSON"
+        raise InvalidInputError("chat_template_kwargs", f"{num_bytes} bytes", allowed)
+    _check_nesting(kwargs, "chat_template_kwargs")
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -146,10 +173,20 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return plain
 
 
-def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The four forms of a prompt as a list of texts or token lists. Raises InvalidInputError for a mixture or an empty list."""
+def split_prompts(prompt: str | list[str | int | list[int]], limits: ModelLimits) -> list[str | list[int]]:
+    """The four forms of a prompt as a list of texts or token lists. Raises InvalidInputError for a mixture or an empty list.
+
+    A list that is too long in whatever form is refused before it is looked through.
+    """
     if isinstance(prompt, str):
         return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        check_prompt_length(len(prompt), limits)
+    elif len(prompt) > limits.max_choices:
+        raise InvalidInputError("prompt", f"{len(prompt)} prompts", f"at most {limits.max_choices} choices")
+    for part in prompt:
+        if isinstance(part, list):
+            check_prompt_length(len(part), limits)
     if prompt and all(isinstance(part, int) for part in prompt):
         return [prompt]  # type: ignore[list-item]
     if prompt and (all(isinstance(part, str) for part in prompt) or all(isinstance(part, list) for part in prompt)):
@@ -157,6 +194,13 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[
     raise InvalidInputError(
         "prompt", prompt, "a text, a list of texts, a list of token ids, or a list of those; none of them empty"
     )
+
+
+def check_prompt_length(num_prompt_tokens: int, limits: ModelLimits) -> None:
+    """Raise InvalidInputError when no output fits behind so many prompt tokens."""
+    if num_prompt_tokens >= limits.max_model_len:
+        allowed = f"fewer than the model's {limits.max_model_len} tokens of context"
+        raise InvalidInputError("prompt", f"{num_prompt_tokens} tokens", allowed)
 
 
 def check_prompt_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
@@ -188,6 +232,8 @@ def _plan(
     echo_only = bool(request.echo) and max_tokens == 0
     if echo_only:
         max_tokens = 1
+    if request.user is not None and len(request.user) > MAX_USER_CHARS:
+        raise InvalidInputError("user", f"{len(request.user)} characters", f"at most {MAX_USER_CHARS} characters")
     sampling = _sampling(request, logprobs, prompt_logprobs)
     # Out-of-range values are refused before a long prompt is tokenized; max_tokens is judged again with the prompt.
     replace(sampling, max_tokens=max_tokens if max_tokens is not None else limits.max_model_len).validate(limits.vocab_size)
@@ -273,6 +319,8 @@ def _cache_salt(request: GenerationRequest) -> str:
 
 
 def _logit_bias(by_key: dict[str, float]) -> dict[int, float]:
+    if len(by_key) > MAX_LOGIT_BIAS_ENTRIES:
+        raise InvalidInputError("logit_bias", f"{len(by_key)} entries", f"at most {MAX_LOGIT_BIAS_ENTRIES}")
     biases = {}
     for key, bias in by_key.items():
         try:
@@ -286,6 +334,31 @@ def _refuse_given(request: GenerationRequest, names: Sequence[str]) -> None:
     for name in names:
         if value := getattr(request, name):
             raise InvalidInputError(name, value, "absent: it is not supported")
+
+
+def _num_json_bytes(value: object, field: str) -> int:
+    try:
+        return len(msgspec.json.encode(value))
+    except RecursionError:
+        raise _too_deep(field) from None
+
+
+def _check_nesting(value: object, field: str) -> None:
+    """Without recursion; looks through all of the value, so that its size must be bounded before."""
+    level: list[object] = [value]
+    for _ in range(MAX_NESTING + 1):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+            if isinstance(inner, dict | list)
+        ]
+    if level:
+        raise _too_deep(field)
+
+
+def _too_deep(field: str) -> InvalidInputError:
+    return InvalidInputError(field, "deeper", f"at most {MAX_NESTING} levels of nesting")
 
 
 def _wrap_seed(seed: int) -> int:

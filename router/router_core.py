@@ -14,6 +14,7 @@ from core.clock import Clock
 from core.config import RouterOptions
 from core.errors import OverloadedError
 from core.wire.messages import (
+    MAX_TEXT_CHARS,
     Abort,
     AuditReply,
     AuditRequest,
@@ -30,6 +31,7 @@ from core.wire.messages import (
     encode,
 )
 from core.wire.numbering import Arrival
+from core.wire.warning_limit import WarningLimit
 from router.metrics import RouterMetrics
 from router.policy import Placer
 from router.registry import HeartbeatOutcome, NodeRegistry, NodeState
@@ -59,11 +61,15 @@ class _Tracked:
 
 @dataclass(frozen=True, slots=True)
 class _LostNode:
-    """A node that does not answer, or whose connection cannot be trusted. is_death: what it had in flight may be the cause."""
+    """A node that does not answer, or whose connection cannot be trusted.
+
+    is_death: what it had in flight may be the cause, except the dispatch `undelivered`, which never reached it.
+    """
 
     node_id: str
     reason: str
     is_death: bool = True
+    undelivered: str = ""
 
 
 @dataclass(slots=True)
@@ -92,6 +98,7 @@ class RouterCore:
         self._audit_ids = itertools.count(1)
         self._lost: list[_LostNode] = []  # to be marked down once the current input is handled
         self._is_handling_lost = False
+        self._refusals = WarningLimit()
         self._last_time_s = clock.now_s()
         metrics.watch_nodes(self.registry, clock)
 
@@ -174,7 +181,9 @@ class RouterCore:
             self._handle_register(identity, message, now_s)
         else:
             round_ = self.audits.get(message.audit_id)
-            if round_ is not None and message.node_id in round_.missing:
+            node = self.registry.node_of(identity)
+            is_its_own = node is not None and node.node_id == message.node_id
+            if round_ is not None and is_its_own and message.node_id in round_.missing:
                 round_.missing.discard(message.node_id)
                 round_.replies[message.node_id] = message
         self._handle_lost()
@@ -187,12 +196,13 @@ class RouterCore:
         self._last_time_s = now_s
         for node_id in self.registry.expired_node_ids(now_s):
             self._lost.append(_LostNode(node_id, f"sent no heartbeat for {self._options.heartbeat_timeout_s:g} s"))
-        self.registry.forget_long_down(now_s)
+        for node_id in self.registry.forget_long_down(now_s):
+            self._metrics.forget_node(node_id)
         for tracked in list(self._tracked.values()):
             if now_s >= tracked.flow.next_deadline_s:
                 self._guarded(tracked, lambda flow: flow.on_time(now_s))
         for node in self.registry.overdue_drains(now_s):
-            for tracked in self._tracked_of(list(node.in_flight)):
+            for _, tracked in self._tracked_of(list(node.in_flight)):
                 self._guarded(tracked, lambda flow, node_id=node.node_id: flow.on_drain_overdue(node_id, now_s))  # type: ignore[misc]
         self._handle_lost()
 
@@ -237,16 +247,18 @@ class RouterCore:
         is_death = old is not None and old.generation != message.generation
         outcome = self.registry.register(message, identity, now_s)
         interval_s = self._options.heartbeat_interval_s
-        self._send_outside(identity, RegisterReply(outcome.refusal, interval_s, message.registration_index))
+        reply = RegisterReply(outcome.refusal[:MAX_TEXT_CHARS], interval_s, message.registration_index)
+        self._send_outside(identity, reply)
         if outcome.refusal:
-            logger.warning("refused node %s: %s", message.node_id, outcome.refusal)
+            if num := self._refusals.count(identity, now_s):
+                logger.warning("refused node %s: %s (%d such since the last line)", message.node_id, outcome.refusal, num)
             return
         logger.info("node %s registered as %s (generation %d)", message.node_id, message.role, message.generation)
         others = {node.connector for node in self.registry.connected()} - {message.connector}
         if others:  # allowed, but it computes again what the others have
             logger.warning("node %s has the store %s, others %s", message.node_id, message.connector, ", ".join(sorted(others)))
-        reason = "registered again without its requests"
-        self._fail_over(message.node_id, outcome.lost_request_ids, reason, now_s, is_death=is_death)
+        lost = _LostNode(message.node_id, "registered again without its requests", is_death)
+        self._fail_over(lost, outcome.lost_request_ids, now_s)
         if self.registry.nodes[message.node_id].drain_deadline_s is not None:
             self._send(self.registry.nodes[message.node_id], Drain())  # the first one may have been lost
         self._node_became_available(now_s)
@@ -265,29 +277,37 @@ class RouterCore:
         if outcome is HeartbeatOutcome.STALLED:
             logger.warning("node %s is stalled: its last step ended %.1f s ago", message.node_id, message.load.step_age_s)
             in_flight = tuple(self.registry.nodes[message.node_id].in_flight)
-            self._fail_over(message.node_id, in_flight, f"made no step for {message.load.step_age_s:.1f} s", now_s)
+            self._fail_over(_LostNode(message.node_id, f"made no step for {message.load.step_age_s:.1f} s"), in_flight, now_s)
         elif outcome is HeartbeatOutcome.RECOVERED:
             logger.info("node %s works again", message.node_id)
             self._node_became_available(now_s)
 
     def _handle_updates(self, node: NodeState, message: Updates, now_s: float) -> None:
+        vocab_size = node.model.vocab_size
         for update in message.updates:
             tracked = self._tracked.get(update.request_id.rpartition(".")[0])
             if tracked is not None:
-                self._guarded(tracked, lambda flow, update=update: flow.on_update(node.node_id, update, now_s))  # type: ignore[misc]
+                self._guarded(
+                    tracked,
+                    lambda flow, update=update: flow.on_update(node.node_id, update, now_s, vocab_size),  # type: ignore[misc]
+                )
 
     def _node_became_available(self, now_s: float) -> None:
         for tracked in list(self._tracked.values()):
             if tracked.flow.attempt is None:
                 self._guarded(tracked, lambda flow: flow.on_node_available(now_s))
 
-    def _fail_over(self, node_id: str, wire_ids: Sequence[str], reason: str, now_s: float, *, is_death: bool = True) -> None:
-        for tracked in self._tracked_of(wire_ids):
-            self._guarded(tracked, lambda flow: flow.on_node_lost(node_id, reason, now_s, is_death=is_death))
+    def _fail_over(self, lost: _LostNode, wire_ids: Sequence[str], now_s: float) -> None:
+        for wire_id, tracked in self._tracked_of(wire_ids):
+            is_death = lost.is_death and wire_id != lost.undelivered
+            self._guarded(
+                tracked,
+                lambda flow, is_death=is_death: flow.on_node_lost(lost.node_id, lost.reason, now_s, is_death=is_death),  # type: ignore[misc]
+            )
 
-    def _tracked_of(self, wire_ids: Iterable[str]) -> list[_Tracked]:
-        found = (self._tracked.get(wire_id.rpartition(".")[0]) for wire_id in wire_ids)
-        return [tracked for tracked in found if tracked is not None]
+    def _tracked_of(self, wire_ids: Iterable[str]) -> list[tuple[str, _Tracked]]:
+        found = ((wire_id, self._tracked.get(wire_id.rpartition(".")[0])) for wire_id in wire_ids)
+        return [(wire_id, tracked) for wire_id, tracked in found if tracked is not None]
 
     def _handle_lost(self) -> None:
         """Mark nodes down that were found gone. At the end of every input: failing over sends, which may find more."""
@@ -306,7 +326,7 @@ class RouterCore:
                     wire_ids = self.registry.mark_down(node_id, reason)
                     for round_ in self.audits.values():
                         round_.missing.discard(node_id)
-                    self._fail_over(node_id, wire_ids, reason, self._clock.now_s(), is_death=lost.is_death)
+                    self._fail_over(lost, wire_ids, self._clock.now_s())
         finally:
             self._is_handling_lost = False
 
@@ -356,11 +376,11 @@ class RouterCore:
             tracked.first_dispatch_s = now_s
             self._metrics.queue_time.observe(now_s - tracked.flow.arrival_s)
         tracked.is_handing_off = action.reason == "handoff"
-        self._send(self.registry.nodes[action.node_id], message)
+        self._send(self.registry.nodes[action.node_id], message, undelivered=message.request_id)
 
-    def _send(self, node: NodeState, message: RouterMessage) -> None:
+    def _send(self, node: NodeState, message: RouterMessage, undelivered: str = "") -> None:
         if not self._send_to(node.identity, encode(message, node.numbers.next_place())):
-            self._lost.append(_LostNode(node.node_id, "connection closed"))
+            self._lost.append(_LostNode(node.node_id, "connection closed", undelivered=undelivered))
 
     def _send_outside(self, identity: bytes, message: RegisterReply | RegisterAgain) -> None:
         self._send_to(identity, encode(message))

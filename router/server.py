@@ -28,6 +28,7 @@ from router.api_key_file import ApiKeyFile
 from router.chat_template import load_chat_template
 from router.dispatcher import Dispatcher
 from router.http_api import HttpApi, ServedModel
+from router.http_protocol import uvicorn_config
 from router.metrics import RouterMetrics
 from router.tokenizer import Tokenizer
 
@@ -78,7 +79,7 @@ async def _serve(config: Config) -> int:
                 f"nodes register at {options.control_host}:{control_port}",
                 flush=True,
             )
-            await _serve_http(api, dispatcher, http_socket, leave)
+            await _serve_http(api, options, dispatcher, http_socket, leave)
             return EXIT_FAILED if dispatcher.has_broken.is_set() else EXIT_OK
         finally:
             await dispatcher.stop()
@@ -143,20 +144,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve_http(api: HttpApi, dispatcher: Dispatcher, http_socket: socket.socket, leave: asyncio.Event) -> None:
+async def _serve_http(
+    api: HttpApi, options: RouterOptions, dispatcher: Dispatcher, http_socket: socket.socket, leave: asyncio.Event
+) -> None:
     """Serve until a signal (short grace, then errors) or until `leave` is set (everything accepted is answered first)."""
-    server = _Server(
-        uvicorn.Config(
-            api.app,
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            log_level="warning",
-            server_header=False,
-            proxy_headers=False,  # a peer is who it is: what it says of others decides nothing
-            timeout_graceful_shutdown=SHUTDOWN_LIMIT_S,
-        )
-    )
+    server = _Server(uvicorn_config(api.app, options, SHUTDOWN_LIMIT_S))
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

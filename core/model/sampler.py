@@ -75,6 +75,8 @@ class Sampler:
             logits[torch.tensor(ending, dtype=torch.int64)] = -torch.inf
         if sampling.has_penalties:
             apply_penalties(logits, row)
+            # An extreme penalty makes infinities and NaN, and a NaN would choose a token that does not exist.
+            torch.nan_to_num_(logits, nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
 
 
 def apply_penalties(logits: Tensor, row: SampledRow) -> None:
@@ -97,7 +99,7 @@ def sample_random(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     of equal logits are kept or dropped together.
     """
     temperatures = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float32)
-    logits.div_(temperatures[:, None])
+    logits.div_(temperatures[:, None]).clamp_(max=torch.finfo(torch.float32).max)
     # A row of -inf only has no distribution; with any finite maximum its first token wins.
     best = logits.amax(dim=-1, keepdim=True)
     logits.sub_(torch.where(best == -torch.inf, 0.0, best))

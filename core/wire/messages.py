@@ -6,13 +6,28 @@ into bytes and back, and reject what is no message.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from core.errors import WireError
 from core.sampling_params import SamplingParams
 from core.stats import EngineStats
 from core.step import TokenLogprob
 from core.wire.numbering import OUTSIDE, PROTOCOL_VERSION, Place, add_header, split_header
+
+# What is outside these bounds is no message: decoding refuses it, so that a peer cannot fill the other's memory or logs.
+Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[!-~]+\Z")]
+Label = Annotated[str, Meta(max_length=512)]
+Text = Annotated[str, Meta(max_length=4096)]  # whoever sends free text cuts it to MAX_TEXT_CHARS, lest the message is refused
+MAX_TEXT_CHARS = 2000
+Fingerprint = Annotated[bytes, Meta(max_length=64)]
+Count = Annotated[int, Meta(ge=0)]
+Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+RegistrationIndex = Annotated[int, Meta(ge=0, lt=2**32)]  # of a frame's header
+Seconds = Annotated[float, Meta(ge=0)]  # NaN is not at least 0
+TokenIds = tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...]
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,23 +36,23 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     Fingerprints are 16 bytes (see core.kv.hashing.Namespace). max_model_len in tokens, prompt and output together.
     """
 
-    model_name: str
-    model_fingerprint: bytes
-    layout_fingerprint: bytes
-    block_size: int
-    max_model_len: int
-    vocab_size: int
-    dtype: str
+    model_name: Label
+    model_fingerprint: Fingerprint
+    layout_fingerprint: Fingerprint
+    block_size: Size
+    max_model_len: Size
+    vocab_size: Size
+    dtype: Label
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     """A node's load at one moment. num_waiting_tokens: prompt tokens queued and not yet computed."""
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_tokens: int = 0
-    kv_usage: float = 0.0
-    step_age_s: float = 0.0  # since the step thread last finished a step or looked for work: large means it is stuck
+    num_running: Count = 0
+    num_waiting: Count = 0
+    num_waiting_tokens: Count = 0
+    kv_usage: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    step_age_s: Seconds = 0.0  # since the step thread last finished a step or looked for work: large means it is stuck
 
 
 # -- node to router ----------------------------------------------------------------------------------------------------
@@ -48,22 +63,22 @@ class Register(msgspec.Struct, tag="register", frozen=True, kw_only=True):
     the node has dropped all requests, the same one again says nothing new.
     """
 
-    node_id: str
-    role: str  # "prefill" or "decode"
+    node_id: Name
+    role: Label  # "prefill" or "decode"
     generation: int
     model: ModelInfo
-    max_num_seqs: int
-    num_blocks: int
-    connector: str
-    metrics_address: str = ""
+    max_num_seqs: Size
+    num_blocks: Size
+    connector: Label
+    metrics_address: Annotated[str, Meta(max_length=255, pattern=r"^[!-~]*\Z")] = ""
     protocol_version: int = PROTOCOL_VERSION
-    registration_index: int = 0
+    registration_index: RegistrationIndex = 0
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True, kw_only=True):
     """Sent at a fixed interval by the node's I/O thread; stats are cumulative since the node's start."""
 
-    node_id: str
+    node_id: Name
     generation: int
     load: NodeLoad
     stats: EngineStats
@@ -78,14 +93,14 @@ class RequestUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     is_prefill_done: the prompt's full blocks are visible in the store (prefill stage only; may come after finish_reason).
     """
 
-    request_id: str
-    first_index: int = 0
-    token_ids: tuple[int, ...] = ()
-    finish_reason: str = ""
+    request_id: Text
+    first_index: Count = 0
+    token_ids: TokenIds = ()
+    finish_reason: Text = ""
     stop_token_id: int | None = None
-    error: str = ""
+    error: Text = ""
     is_prefill_done: bool = False
-    num_cached_tokens: int = 0
+    num_cached_tokens: Count = 0
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
@@ -100,9 +115,9 @@ class AuditReply(msgspec.Struct, tag="audit_reply", frozen=True, kw_only=True):
     """What the node still holds; see EngineCore.audit for the counts' names."""
 
     audit_id: int
-    node_id: str
-    counts: dict[str, int]
-    problems: tuple[str, ...]
+    node_id: Name
+    counts: Annotated[dict[Name, int], Meta(max_length=64)]
+    problems: Annotated[tuple[Text, ...], Meta(max_length=64)]
 
 
 # -- router to node ----------------------------------------------------------------------------------------------------
@@ -112,9 +127,9 @@ class RegisterReply(msgspec.Struct, tag="register_reply", frozen=True):
     registration_index: of the Register that is answered; an answer to an earlier one is void.
     """
 
-    refusal: str = ""
-    heartbeat_interval_s: float = 0.5
-    registration_index: int = 0
+    refusal: Text = ""
+    heartbeat_interval_s: Annotated[float, Meta(ge=0.01, le=3600)] = 0.5
+    registration_index: RegistrationIndex = 0
 
 
 class RegisterAgain(msgspec.Struct, tag="register_again", frozen=True):
@@ -129,8 +144,8 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
     request's deadline.
     """
 
-    request_id: str
-    stage: str
+    request_id: Name
+    stage: Text
     prompt_token_ids: list[int]
     output_token_ids: list[int]
     sampling: SamplingParams

@@ -35,27 +35,30 @@ class Arrival(Enum):
 
 
 class MessageNumbers:
-    """One end of a node's registration: numbers what it sends and judges what it receives. Not thread-safe."""
+    """One end of a node's registration: numbers what it sends and judges what it receives. Not thread-safe.
 
-    __slots__ = ("_num_received", "_num_sent", "registration_index")
+    num_sent and num_received count numbered messages, and are the last numbers seen.
+    """
+
+    __slots__ = ("num_received", "num_sent", "registration_index")
 
     def __init__(self, registration_index: int) -> None:
         self.registration_index = registration_index
-        self._num_sent = 0
-        self._num_received = 0
+        self.num_sent = 0
+        self.num_received = 0
 
     def next_place(self) -> Place:
         """For the next message that is sent."""
-        self._num_sent += 1
-        return Place(self.registration_index, self._num_sent)
+        self.num_sent += 1
+        return Place(self.registration_index, self.num_sent)
 
     def receive(self, place: Place) -> Arrival:
         """Judge a numbered message, and count it when it is the next one."""
-        if place.registration_index != self.registration_index or place.number <= self._num_received:
+        if place.registration_index != self.registration_index or place.number <= self.num_received:
             return Arrival.OLD
-        if place.number > self._num_received + 1:
+        if place.number > self.num_received + 1:
             return Arrival.GAP
-        self._num_received += 1
+        self.num_received += 1
         return Arrival.NEXT
 
 

@@ -237,7 +237,7 @@ def updates_of_older_attempts_are_taken(patch: pytest.MonkeyPatch) -> None:
 
 def lost_node_keeps_its_requests(patch: pytest.MonkeyPatch) -> None:
     """Nobody takes over what a dead node had."""
-    patch.setattr(RouterCore, "_fail_over", lambda core, node_id, wire_ids, reason, now_s, **_: None)
+    patch.setattr(RouterCore, "_fail_over", lambda core, lost, wire_ids, now_s: None)
 
 
 def repeated_tokens_reach_the_client(patch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def gap_in_the_numbers_is_ignored(patch: pytest.MonkeyPatch) -> None:
     def receive(numbers: MessageNumbers, place: Place) -> Arrival:
         arrival = original(numbers, place)
         if arrival is Arrival.GAP:
-            numbers._num_received = place.number
+            numbers.num_received = place.number
             return Arrival.NEXT
         return arrival
 

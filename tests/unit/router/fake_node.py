@@ -56,9 +56,9 @@ def model_info(vocab_size: int, max_model_len: int, fingerprint: bytes = b"m" * 
     )
 
 
-def logprob_of(token_id: int, num_top: int) -> TokenLogprob:
+def logprob_of(token_id: int, num_top: int, vocab_size: int = 2**31) -> TokenLogprob:
     """Made-up but deterministic logprobs."""
-    top = tuple((token_id + place, -0.5 - place) for place in range(num_top))
+    top = tuple(((token_id + place) % vocab_size, -0.5 - place) for place in range(num_top))
     return TokenLogprob(token_id=token_id, logprob=-0.5, rank=1, top=top)
 
 
@@ -199,7 +199,9 @@ class FakeNode:
         token_id = expected_tokens(message.prompt_token_ids, place + 1, self.model.vocab_size)[place]
         prompt_logprobs = None
         if running.is_first and sampling.prompt_logprobs is not None:
-            prompt_logprobs = tuple(logprob_of(token, sampling.prompt_logprobs) for token in message.prompt_token_ids[1:])
+            prompt_logprobs = tuple(
+                logprob_of(token, sampling.prompt_logprobs, self.model.vocab_size) for token in message.prompt_token_ids[1:]
+            )
         finish_reason = ""
         if self.stop_after and place + 1 >= self.stop_after:
             finish_reason = "stop"
@@ -215,7 +217,7 @@ class FakeNode:
             finish_reason=finish_reason,
             stop_token_id=token_id if finish_reason == "stop" else None,
             is_prefill_done=message.stage == "prefill" and self.reports_prefill_done,
-            num_cached_tokens=CACHED_TOKENS_BY_ROLE[self.role] if is_first else 0,
-            logprobs=(logprob_of(token_id, sampling.logprobs),) if sampling.logprobs is not None else None,
+            num_cached_tokens=min(CACHED_TOKENS_BY_ROLE[self.role], len(message.prompt_token_ids)) if is_first else 0,
+            logprobs=(logprob_of(token_id, sampling.logprobs, self.model.vocab_size),) if sampling.logprobs is not None else None,
             prompt_logprobs=prompt_logprobs,
         )

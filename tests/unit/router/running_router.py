@@ -17,6 +17,7 @@ from router.api_key_file import ApiKeyFile
 from router.chat_template import load_chat_template
 from router.dispatcher import Dispatcher
 from router.http_api import HttpApi
+from router.http_protocol import uvicorn_config
 from router.metrics import RouterMetrics
 from router.server import bind_http, read_served_model
 from router.tokenizer import Tokenizer
@@ -86,9 +87,7 @@ class RunningRouter:
         file = self.options.api_keys_file
         api_keys = ApiKeyFile(Path(file), clock) if file else None
         self.api = HttpApi(self.options, clock, self.model, self.tokenizer, template, self.dispatcher, metrics, api_keys=api_keys)
-        self._server = uvicorn.Server(
-            uvicorn.Config(self.api.app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
-        )
+        self._server = uvicorn.Server(uvicorn_config(self.api.app, self.options, shutdown_limit_s=1))
         self._is_ready.set()
         try:
             await self._server.serve(sockets=[self._socket])

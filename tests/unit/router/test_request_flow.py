@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -290,3 +291,26 @@ def test_flow_random_faults_give_the_same_tokens_or_an_honest_error(seed: int) -
     assert bench.flow.is_done
     assert bench.tokens == wanted[: len(bench.tokens)]
     assert (bench.finish_reason == "length" and bench.tokens == wanted) != (bench.fail is not None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fragment"),
+    [
+        ({"token_ids": (100,)}, "vocabulary"),
+        ({"token_ids": (-1,)}, "vocabulary"),
+        ({"token_ids": (7, 8), "logprobs": (logprob_of(7, 0),)}, "log-probabilities of other tokens"),
+        ({"token_ids": (7,), "logprobs": (logprob_of(8, 0),)}, "log-probabilities of other tokens"),
+        ({"token_ids": (99,), "logprobs": (logprob_of(99, 2),)}, "vocabulary"),
+        ({"prompt_logprobs": (logprob_of(2**62, 0),)}, "vocabulary"),
+        ({"token_ids": (7, 8), "first_index": -1}, "first_index -1"),
+        ({"num_cached_tokens": len(PROMPT) + 1}, "num_cached_tokens"),
+        ({"num_cached_tokens": -1}, "num_cached_tokens"),
+    ],
+)
+def test_flow_update_that_cannot_be_true_is_a_fault_and_nothing_of_it_is_delivered(fields: dict[str, Any], fragment: str) -> None:
+    bench = FlowBench(num_prefill=0, num_decode=2).start()
+    (wire_id, first), *_ = bench.open.items()
+    bench.take(bench.flow.on_update(first, RequestUpdate(wire_id, **fields), bench.now_s, 100))
+    assert (bench.tokens, bench.aborted, len(set(bench.nodes))) == ([], [wire_id], 2)
+    assert bench.counted("retry") == ["bad_update"]
+    assert fragment in bench.flow._last_fault

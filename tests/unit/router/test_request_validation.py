@@ -57,6 +57,12 @@ COMPLETION_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": [1]}, "stop[0]"),
     ({"stop_token_ids": [420]}, "stop_token_ids"),
+    ({"stop": "x" * 1025}, "stop"),
+    ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
+    ({"logit_bias": {str(place): 1 for place in range(1025)}}, "logit_bias"),
+    ({"user": "x" * 1025}, "user"),
+    ({"best_of": 2**63}, "best_of"),
+    ({"n": 10**30}, "n"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"420": 1}}, "logit_bias"),
     ({"logit_bias": {"3": 101}}, "logit_bias[3]"),
@@ -209,10 +215,64 @@ def test_plan_chat_tools_with_choice_none_are_allowed() -> None:
     ("prompt", "parts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])]
 )
 def test_split_prompts_four_forms(prompt: Any, parts: list[Any]) -> None:
-    assert split_prompts(prompt) == parts
+    assert split_prompts(prompt, LIMITS) == parts
 
 
 def test_template_messages_join_text_parts_and_keep_names() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     body = json.dumps({"messages": [{"role": "user", "content": parts, "name": "ann"}]}).encode()
     assert template_messages(decode_body(body, ChatRequest).messages) == [{"role": "user", "content": "one\ntwo", "name": "ann"}]
+
+
+def _nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": [value]}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "fragment"),
+    [
+        ({"messages": HELLO * 257}, "messages", "257 messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 30_000}]}, "messages", "characters"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"a": "x" * 30_000}]}]}, "messages", "characters"),
+        ({"messages": [{"role": "assistant", "tool_calls": [_nested(9)]}]}, "messages[0].tool_calls", "16 levels"),
+        ({"messages": [{"role": "user", "content": "a", "name": "x" * 257}]}, "messages[0].name", "256 characters"),
+        ({"messages": [{"role": "user", "content": "a", "reasoning_content": "x" * 30_000}]}, "messages", "characters"),
+        ({"messages": HELLO, "chat_template_kwargs": {"a": _nested(9)}}, "chat_template_kwargs", "16 levels"),
+        ({"messages": HELLO, "chat_template_kwargs": {"a": "x" * 20_000}}, "chat_template_kwargs", "16384 bytes"),
+        ({"messages": HELLO, "top_logprobs": 21, "logprobs": True}, "logprobs", "0 to 20"),
+    ],
+)
+def test_chat_larger_than_any_model_needs_is_refused_by_field(
+    cluster: RunningRouter, fields: dict[str, Any], field: str, fragment: str
+) -> None:
+    answer = httpx.post(f"{cluster.url}/v1/chat/completions", json=fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    assert fragment in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("written", "shown"), [("1e999", "1e999"), ("-1e999", "-1e999"), ("9" * 4500, "9" * 50)])
+def test_number_that_no_float_holds_is_shown_as_it_was_written(written: str, shown: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        decode_body(b'{"prompt": "a", "top_k": 1, "temperature": %s}' % written.encode(), CompletionRequest)
+    assert caught.value.field == "temperature"
+    assert str(caught.value).startswith(f"temperature: got {shown}") and len(str(caught.value)) < 250
+
+
+def test_refusal_of_a_large_value_does_not_walk_through_it() -> None:
+    class Counted(str):
+        num_shown = 0
+
+        def __repr__(self) -> str:
+            Counted.num_shown += 1
+            return super().__repr__()
+
+    assert len(str(InvalidInputError("prompt", [Counted("x")] * 100_000, "less"))) < 200
+    assert Counted.num_shown < 100
+
+
+def test_detokenize_of_more_than_the_context_is_refused(cluster: RunningRouter) -> None:
+    answer = httpx.post(f"{cluster.url}/detokenize", json={"tokens": [5] * 257})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")

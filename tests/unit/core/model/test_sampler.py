@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from core.errors import InvalidInputError
 from core.model.sampler import SampledRow, Sampler, sample_random, token_logprobs, uniform
 from core.sampling_params import SamplingParams
 
@@ -151,3 +154,37 @@ def test_token_logprobs_rank_and_order_of_ties() -> None:
     assert [token_id for token_id, _ in first.top] == [1, 2, 0]
     assert second.top == ()
     assert first.logprob == pytest.approx(float(expected[0, 2])) and second.logprob == pytest.approx(float(expected[1, 3]))
+
+
+_EXTREMES = st.sampled_from([0.0, 5e-324, 1e-300, 1e-38, 1.00001e-5, 0.5, 1.0, 2.0, 100.0])
+_EXTREME_SAMPLING = st.fixed_dictionaries(
+    {
+        "temperature": _EXTREMES,
+        "top_p": _EXTREMES,
+        "min_p": _EXTREMES,
+        "top_k": st.integers(-1, 20),
+        "seed": st.none() | st.sampled_from([0, -(2**63), 2**63 - 1]),
+        "min_tokens": st.integers(0, 20),
+        "stop_token_ids": st.lists(st.integers(0, 19), max_size=4).map(tuple),
+        "presence_penalty": st.sampled_from([-2.0, 0.0, 2.0]),
+        "frequency_penalty": st.sampled_from([-2.0, 0.0, 2.0]),
+        "repetition_penalty": _EXTREMES,
+        "logit_bias": st.dictionaries(st.integers(0, 19), st.sampled_from([-100.0, 100.0]), max_size=4),
+    }
+)
+
+
+@given(_EXTREME_SAMPLING, st.sampled_from([0.0, 1e30, -1e30, math.inf, -math.inf, math.nan]), st.integers(0, 5))
+@settings(max_examples=300)
+def test_sampler_extreme_values_that_validation_allows_choose_a_token_of_the_vocabulary(
+    sampling: dict[str, Any], odd_logit: float, num_output_tokens: int
+) -> None:
+    """A token that does not exist would fail the next step, and with it every other request of the batch."""
+    row = make_row([1, 2, 3], [7] * num_output_tokens, **sampling)
+    try:
+        row.sampling.validate(20)
+    except InvalidInputError:
+        return
+    logits = torch.linspace(-9.0, 9.0, 20)
+    logits[::7] = odd_logit
+    assert 0 <= sample_one(logits.tolist(), row) < 20
