@@ -8,7 +8,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-MILLISECONDS_PER_BLOCK = 1  # of depth; only the order counts
+# Only the order counts. Deeper steps would make the tail of the newest prefix older than prefixes used a moment ago; blocks of
+# one step are evicted in any order, and fewer than a step are lost to a hole.
+BLOCKS_PER_MILLISECOND = 8
 _MAX_REQUESTS = 1024
 
 
@@ -22,7 +24,7 @@ class ExpiryPlan:
 
     def expiry_ms(self, depth: int) -> int:
         """When the block of this depth expires, on the store's clock, in Unix milliseconds."""
-        return self.base_ms - depth * MILLISECONDS_PER_BLOCK
+        return self.base_ms - depth // BLOCKS_PER_MILLISECOND
 
 
 class PrefixExpiry:

@@ -29,6 +29,7 @@ class RedisHarness(ConnectorHarness):
 
     connector_name = "redis"
     is_persistent = True
+    min_usable_fraction = 0.6  # a connection's buffers may take the place of some blocks between two looks at such a small store
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
