@@ -147,6 +147,8 @@ class RedisConnector(KVConnector):
         with self._close_mutex:  # a second caller waits for the first, and then finds nothing to do
             with self._mutex:
                 self._is_closed = True
+            if self._link is not None:
+                self._link.stop()
             self._server.close()
             self._workers.close()
             if self._link is not None and not self._link.close(CLOSE_TIMEOUT_S):

@@ -145,12 +145,15 @@ class RedisLink:
             self._known.begin_epoch()
         return is_same
 
-    def close(self, timeout_s: float) -> bool:
-        """End the thread, of which the server's connections have been shut down; whether it has ended. Safe to repeat."""
+    def stop(self) -> None:
+        """Tell the thread to end, and those who wait for it that it will. Safe to repeat."""
         with self._condition:
             self._is_closing = True
             self._condition.notify_all()
         self._wake()
+
+    def close(self, timeout_s: float) -> bool:
+        """After stop(), and when the server's connections have been shut down: whether the thread has ended. Safe to repeat."""
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         if not self._thread.is_alive():

@@ -18,6 +18,8 @@ Reply = int | bytes | list["Reply"] | None
 CRLF = b"\r\n"
 _READ_BYTES = 65536
 _MAX_LINE_BYTES = 4096  # of an error, or of the length before a value
+_MAX_SMALL_BYTES = 1024 * 1024  # of a reply that is no value of ours
+_MAX_ITEMS = 64
 
 
 class RespError(Exception):
@@ -107,7 +109,7 @@ class RespStream:
                 raise reply
         raise ConnectionError("a reply is not the digit that was expected")
 
-    def _read_reply(self) -> Reply | RespError:
+    def _read_reply(self, *, is_item: bool = False) -> Reply | RespError:
         line = self._read_line(_READ_BYTES)
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -119,11 +121,13 @@ class RespStream:
             return length
         if length == -1:
             return None
+        if length > (_MAX_SMALL_BYTES if kind == b"$" else _MAX_ITEMS) or (kind == b"*" and is_item):
+            raise ConnectionError(f"the server's reply is none that was asked for: {line[:40]!r}")
         if kind == b"$":
             payload = bytearray(length + len(CRLF))
             self._fill([memoryview(payload)])
             return bytes(payload[:length])
-        replies = [self._read_reply() for _ in range(length)]
+        replies = [self._read_reply(is_item=True) for _ in range(length)]
         for reply in replies:
             if isinstance(reply, RespError):
                 return reply

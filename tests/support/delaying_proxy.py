@@ -16,7 +16,8 @@ class DelayingProxy:
     """Listens on `port` and forwards to a server on this host, on a thread of its own. The attributes may be changed at any time.
 
     latency_s delays each chunk of a request (so each operation of a client that waits for its reply); bytes_per_s limits what
-    comes back (0: no limit); while is_stalled nothing moves, and connections stay open; while refuses, new connections are closed at once.
+    comes back (0: no limit); while is_stalled nothing moves, and connections stay open; while
+    refuses, new ones are closed at once.
     """
 
     def __init__(self, server_port: int) -> None:

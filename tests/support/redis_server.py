@@ -50,7 +50,12 @@ class RedisProcess:
         """Start it and wait until it answers."""
         port = ["--port", "0", "--tls-port", str(self.port)] if self.is_tls else ["--port", str(self.port)]
         command = [str(EXECUTABLE), "--bind", HOST, *port, "--dir", str(self.folder), "--save", "", "--daemonize", "no"]
-        command += ["--unixsocket", str(self.folder / "socket"), "--enable-debug-command", "yes", "--maxmemory-policy", "volatile-ttl"]
+        command += [
+            "--unixsocket",
+            str(self.folder / "socket"),
+            "--maxmemory-policy",
+            "volatile-ttl",
+        ]
         if self.password:
             command += ["--requirepass", self.password]
         if self.is_tls:
@@ -105,10 +110,7 @@ class RedisProcess:
     def _make_certificate(self) -> tuple[str, str]:
         certificate, key = self.folder / "server.crt", self.folder / "server.key"
         if not certificate.exists():
-            subprocess.run(
-                ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
-                + ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)],
-                check=True,
-                capture_output=True,
-            )
+            command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+            command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+            subprocess.run(command, check=True, capture_output=True)
         return str(certificate), str(key)
