@@ -44,7 +44,7 @@ class PrefixExpiry:
         store's clock."""
         with self._mutex:
             base_ms, end = self._pass_by_request.pop(request_id, (0, first_depth + 1))
-            if first_depth < end:  # a new pass
+            if first_depth < end or base_ms - now_ms < self._lifetime_ms // 2:  # a new pass, or one that lasts too long
                 base_ms, end = now_ms + self._lifetime_ms, 0
             self._pass_by_request[request_id] = (base_ms, first_depth + num_blocks)
             if len(self._pass_by_request) > _MAX_REQUESTS:

@@ -222,33 +222,37 @@ class RedisConnector(KVConnector):
         return TransferResult(transfer.transfer_id, num_ok, outcome, moved_bytes, detail)
 
     def _save(self, lane: RedisLane, transfer: Transfer, report: LaneReport) -> TransferResult:
-        names, epoch = transfer.block_hashes, self._known.epoch
+        names = transfer.block_hashes
         stored: set[bytes] = set()
-        new: list[int] = []  # positions
-        is_complete = False
         with self._reporting(lane, report):
             is_stored, moments = self._touch(lane, transfer)
             stored.update(name for name, present in zip(names, is_stored, strict=True) if present)
-            position_by_name = {name: position for position, name in reversed(list(enumerate(names))) if name not in stored}
-            new += sorted(position_by_name.values())
-            payloads = [self._pool.block(transfer.block_ids[position]) for position in new]
+            first_positions = {name: position for position, name in reversed(list(enumerate(names)))}
+            new = sorted(position for name, position in first_positions.items() if name not in stored)
+            now_ms = self._ready_link.now_ms()
             lane.save(
                 [names[position] for position in new],
-                payloads,
-                [moments[position] for position in new],
+                [self._pool.block(transfer.block_ids[position]) for position in new],
+                [moments[position] - now_ms for position in new],  # about; made exact below
                 lambda: self._workers.should_stop(transfer),
                 report,
             )
-            is_complete = not report.stored or self._ready_link.note_status(lane.status())
-        stored.update(names[new[index]] for index in report.stored)
-        if is_complete:  # else some may have been evicted for others, and the next lookup asks
-            self._known.add([name for name in names if name in stored], epoch)
+            stored.update(names[new[index]] for index in report.stored)
+            if report.stored:
+                stored = self._look_again(lane, {name: moments[first_positions[name]] for name in names if name in stored})
+            self._known.add([name for name in names if name in stored], self._known.epoch)
         num_ok = next((position for position, name in enumerate(names) if name not in stored), len(names))
         moved_bytes = len(report.stored) * self._layout.block_bytes
         if num_ok == len(names):
             return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.OK, moved_bytes)
-        outcome, detail = self._reason(transfer, report, report.is_full)
+        outcome, detail = self._reason(transfer, report, report.error is None and not self._workers.should_stop(transfer))
         return TransferResult(transfer.transfer_id, num_ok, outcome, moved_bytes, detail)
+
+    def _look_again(self, lane: RedisLane, moment_by_name: dict[bytes, int]) -> set[bytes]:
+        """After new blocks were stored: which are there still (others may have had to go for them), with their exact expiry."""
+        is_kept, status = lane.touch_and_look(list(moment_by_name), list(moment_by_name.values()))
+        self._ready_link.note_status(status)
+        return {name for name, kept in zip(moment_by_name, is_kept, strict=True) if kept}
 
     def _touch(self, lane: RedisLane, transfer: Transfer) -> tuple[Sequence[bool], Sequence[int]]:
         """Give the transfer's blocks and their ancestors their expiry; which of its blocks are stored, and each one's expiry."""

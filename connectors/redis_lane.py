@@ -56,10 +56,17 @@ class RedisLane:
         digits = stream.exchange_digits(b"".join(commands), num_parts * len(commands))
         return [b"0" not in digits[start : start + num_parts] for start in range(0, len(digits), num_parts)]
 
-    def status(self) -> list[Reply | RespError]:
-        """Replies for RedisLink.note_status. Raises as touch does."""
+    def touch_and_look(
+        self, block_hashes: Sequence[bytes], expiries_ms: Sequence[int]
+    ) -> tuple[list[bool], list[Reply | RespError]]:
+        """As touch does, and the replies of STATUS_COMMANDS at the same moment."""
         (stream,) = self._open(1)
-        return stream.exchange(STATUS_COMMANDS, NUM_STATUS_REPLIES)
+        num_parts = self._values.num_parts
+        commands = [self._values.expire(name, moment) for name, moment in zip(block_hashes, expiries_ms, strict=True)]
+        num_flags = num_parts * len(commands)
+        replies = stream.exchange(b"".join(commands) + STATUS_COMMANDS, num_flags + NUM_STATUS_REPLIES)
+        flags, status = replies[:num_flags], replies[num_flags:]
+        return [all(flag == 1 for flag in flags[start : start + num_parts]) for start in range(0, num_flags, num_parts)], status
 
     def delete(self, block_hashes: Sequence[bytes]) -> None:
         """Remove blocks. Raises as touch does."""
@@ -91,7 +98,7 @@ class RedisLane:
         self,
         block_hashes: Sequence[bytes],
         payloads: Sequence[memoryview],
-        expiries_ms: Sequence[int],
+        lifetimes_ms: Sequence[int],
         should_stop: Callable[[], object],
         report: LaneReport,
     ) -> None:
@@ -104,7 +111,7 @@ class RedisLane:
             if num_sent < end and num_sent - num_answered < depth:
                 payload = payloads[num_sent]
                 header = pack_block_header(self._fingerprint, block_hashes[num_sent], payload)
-                command = self._values.set(block_hashes[num_sent], header, payload, expiries_ms[num_sent])
+                command = self._values.set(block_hashes[num_sent], header, payload, lifetimes_ms[num_sent])
                 streams[num_sent % len(streams)].send(command)
                 num_sent += 1
                 continue

@@ -106,8 +106,10 @@ class RedisLink:
         with self._condition:
             if len(self._questions) >= _MAX_QUESTIONS:
                 return
+            is_awake = bool(self._questions)  # it takes all that there are, at once
             self._questions[request_id] = _Question(request_id, block_hashes, first)
-        self._wake()
+        if not is_awake:
+            self._wake()
 
     # -- worker threads ------------------------------------------------------------------------------------------------
     def wait_up(self) -> bool:
@@ -127,23 +129,23 @@ class RedisLink:
             return not self._is_kicked
         return time.monotonic() - started_s > _WAIT_UP_S
 
-    def note_status(self, replies: Sequence[Reply | RespError]) -> bool:
-        """Take the replies of STATUS_COMMANDS, from any connection. False when blocks were evicted or expired since the last."""
+    def note_status(self, replies: Sequence[Reply | RespError]) -> None:
+        """Take the replies of STATUS_COMMANDS, from any connection. An epoch ends when blocks have gone since the last."""
         num_keys, statistics = replies
+        is_fewer = False
         if isinstance(num_keys, int):
-            self.num_keys = num_keys
+            is_fewer, self.num_keys = num_keys < self.num_keys, num_keys
         if not isinstance(statistics, bytes):  # a user who may not see them
-            return True
+            return
         fields = parse_info(statistics)
         counts = int(fields.get("evicted_keys", 0)), int(fields.get("expired_keys", 0))
         with self._condition:
             last, self._lost_counts = self._lost_counts, counts
-            is_same = last in (None, counts)
+            is_same = last in (None, counts) and not is_fewer
             if last is not None:  # fewer than before: the server was started anew
                 self.num_evictions += counts[0] - (last[0] if counts[0] >= last[0] else 0)
         if not is_same:
             self._known.begin_epoch()
-        return is_same
 
     def stop(self) -> None:
         """Tell the thread to end, and those who wait for it that it will. Safe to repeat."""

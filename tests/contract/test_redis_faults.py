@@ -291,7 +291,7 @@ def test_acl_user_without_the_right_to_write_loads_and_cannot_save(bench: Bench)
     writer = bench.open_node()
     writer.save(chain(1, 4))
     with bench.server.client() as client:
-        client.acl_setuser("reader", enabled=True, passwords=["+secret"], keys=["kvrelay:*"], commands=["+@all", "-set"])
+        client.acl_setuser("reader", enabled=True, passwords=["+secret"], keys=["kvrelay:*"], commands=["+@all", "-psetex"])
     node = bench.open_node(username="reader", password="secret")
     assert node.load(chain(1, 4)).num_blocks_ok == 4
     assert node.save(chain(2, 4)).outcome is TransferOutcome.ERROR

@@ -77,7 +77,7 @@ def test_known_blocks_over_their_bound_forget_the_oldest() -> None:
 def test_prefix_expiry_chunks_of_one_pass_share_a_moment() -> None:
     expiry = PrefixExpiry(lifetime_ms=1000)
     first = expiry.plan("r", 0, 16, now_ms=100)
-    second = expiry.plan("r", 16, 16, now_ms=5000)
+    second = expiry.plan("r", 16, 16, now_ms=600)
     assert (first.first_stale, second.first_stale) == (0, 16)
     assert [first.expiry_ms(0), first.expiry_ms(15), second.expiry_ms(16)] == [1100, 1099, 1098]
 
@@ -89,6 +89,13 @@ def test_prefix_expiry_another_pass_renews_all_from_the_first_block() -> None:
     assert (again.base_ms, again.first_stale) == (1200, 0)
     other = expiry.plan("later", 32, 8, now_ms=300)  # its first 32 blocks were hits elsewhere
     assert (other.base_ms, other.first_stale) == (1300, 0)
+
+
+def test_prefix_expiry_request_that_outlives_its_moment_gets_another() -> None:
+    expiry = PrefixExpiry(lifetime_ms=1000)
+    expiry.plan("r", 0, 16, now_ms=100)
+    late = expiry.plan("r", 16, 16, now_ms=601)
+    assert (late.base_ms, late.first_stale) == (1601, 0)
 
 
 def test_prefix_expiry_gap_within_a_pass_is_renewed() -> None:
@@ -123,7 +130,7 @@ def test_block_values_names_differ_by_namespace_layout_and_part() -> None:
     assert BlockValues.of("a", LAYOUT).key_prefix != BlockValues.of("b", LAYOUT).key_prefix
     pieces = values.set(HASHES[0], b"HEAD", memoryview(bytes(range(20))), 1234)
     sent = b"".join(bytes(piece) for piece in pieces)
-    assert sent.count(b"PXAT\r\n$4\r\n1234\r\n") == 2
+    assert sent.count(b"PSETEX\r\n") == sent.count(b"$4\r\n1234\r\n") == 2
     assert b"$14\r\nHEAD\x00\x01" in sent
 
 
