@@ -184,7 +184,8 @@ class RedisConnector(KVConnector):
         elif not block_ids:
             result = failed(transfer, TransferOutcome.OK, "")
         elif not self._ready_link.wait_up():
-            result = failed(transfer, TransferOutcome.ERROR, "the server cannot be reached")
+            outcome = TransferOutcome.CANCELLED if self._is_closed else TransferOutcome.ERROR
+            result = failed(transfer, outcome, "the server cannot be reached")
         else:
             with self._lane() as lane:
                 move = self._load if transfer.direction is TransferDirection.LOAD else self._save

@@ -40,7 +40,7 @@ _HARMFUL_POLICIES = {
 
 
 class LinkState(enum.Enum):
-    """CONNECTING lasts for the first attempt after a start or a loss; a server that does not answer it is DOWN until one does."""
+    """CONNECTING lasts for the first attempt after a start, or after the loss of a connection that had been well."""
 
     CONNECTING = "connecting"
     UP = "up"
@@ -175,27 +175,37 @@ class RedisLink:
         while not self._is_closing:
             stream = self._try_connect()
             if stream is None:
-                with self._condition:
-                    self._attempt_started_s = None
-                    self._is_kicked = False
-                    self._set_state(LinkState.DOWN)
-                    self._condition.wait_for(lambda: self._is_kicked or self._is_closing, pause_s)
-                    self._attempt_started_s = time.monotonic()
+                self._pause(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RETRY_S)
                 continue
             pause_s = _FIRST_RETRY_S
             with self._condition:
                 self._attempt_started_s = None
                 self._set_state(LinkState.UP)
-            next_state = self._serve(stream)
+            up_since_s = time.monotonic()
+            error = self._serve(stream)
             stream.close()
             self._known.begin_epoch()
             with self._condition:
                 self._being_answered = frozenset()
-                self._attempt_started_s = time.monotonic()
-                self._set_state(next_state)
+            is_lost = isinstance(error, ConnectionError) and time.monotonic() - up_since_s > _STATUS_INTERVAL_S
+            if is_lost:  # was well until now: worth an attempt at once
+                with self._condition:
+                    self._attempt_started_s = time.monotonic()
+                    self._set_state(LinkState.CONNECTING)
+            else:
+                self._pause(pause_s)
         with self._condition:
             self._set_state(LinkState.DOWN)
+
+    def _pause(self, pause_s: float) -> None:
+        """Be down, until it is time for another attempt or somebody wants one."""
+        with self._condition:
+            self._attempt_started_s = None
+            self._is_kicked = False
+            self._set_state(LinkState.DOWN)
+            self._condition.wait_for(lambda: self._is_kicked or self._is_closing, pause_s)
+            self._attempt_started_s = time.monotonic()
 
     def _set_state(self, state: LinkState) -> None:
         """The caller holds the condition."""
@@ -238,12 +248,10 @@ class RedisLink:
         if policy in _HARMFUL_POLICIES:
             harm, address = _HARMFUL_POLICIES[policy], self._server.address
             self._complain(f"{address} has maxmemory-policy {policy}: {harm}; volatile-ttl evicts old prefixes from their ends")
-        else:
-            self._last_complaint = ""
         logger.info("connected to redis at %s", self._server.address)
 
-    def _serve(self, stream: RespStream) -> LinkState:
-        """Answer questions until the connection fails; how the link then stands."""
+    def _serve(self, stream: RespStream) -> Exception | None:
+        """Answer questions until the connection fails, and with what; None: the link is closed."""
         poller = select.poll()
         poller.register(stream, select.POLLIN)
         poller.register(self._wake_reader, select.POLLIN)
@@ -266,13 +274,12 @@ class RedisLink:
                 if time.monotonic() >= status_due_s:
                     self.note_status(stream.exchange(STATUS_COMMANDS, NUM_STATUS_REPLIES))
                     status_due_s = time.monotonic() + _STATUS_INTERVAL_S
+                    self._last_complaint = ""  # it is well: what happens next is news
         except (OSError, RespError) as error:
-            if self._is_closing:
-                return LinkState.DOWN
-            self.num_errors += 1
+            self.num_errors += not self._is_closing
             self._complain(f"lost {self._server.address}: {error}")
-            return LinkState.DOWN if isinstance(error, TimeoutError) else LinkState.CONNECTING
-        return LinkState.DOWN
+            return error
+        return None
 
     def _take_questions(self) -> list[_Question]:
         with self._condition:

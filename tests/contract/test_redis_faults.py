@@ -477,3 +477,18 @@ def ask(node: Node, request_id: str, hashes: list[bytes]) -> int | None:
     question = PrefixLookup(request_id, hashes, node.layout.block_size)
     answer = node.connector.get_num_new_matched_tokens(question, 0)
     return None if answer is None else answer // node.layout.block_size
+
+
+def test_user_who_may_not_look_is_a_miss_and_not_a_storm(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    with bench.server.client() as client:
+        client.acl_setuser("blind", enabled=True, passwords=["+secret"], keys=["kvrelay:*"], commands=["+@all", "-exists"])
+        node = bench.open_node(username="blind", password="secret")
+        num_before = client.info("stats")["total_connections_received"]
+        started_s = time.monotonic()
+        number = 0
+        while time.monotonic() - started_s < 0.5:
+            number += 1
+            assert ask(node, f"request {number}", chain(number, 4)) in (None, 0)
+            time.sleep(0.001)
+        assert client.info("stats")["total_connections_received"] - num_before < 30
+    assert caplog.text.count("NOPERM") < 5
