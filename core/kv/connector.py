@@ -97,8 +97,9 @@ class KVConnector(ABC):
 
     name: str
 
-    # Called without arguments after a result became available to poll_transfers, so that an idle engine wakes up. Set by the
-    # engine, if at all, before the first transfer. Comes from a thread of the connector's: it must be quick and not call back.
+    # Called without arguments after a result became available to poll_transfers, or the answer to a lookup that was None, so that
+    # an idle engine wakes up. Set by the engine, if at all, before the first transfer. Comes from a thread of the connector's: it
+    # must be quick and not call back.
     on_result: Callable[[], None] | None = None
 
     # -- scheduler half ------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.prompts import LENGTHS, MODEL, NUM_OUTPUT_TOKENS, token_prompts, transformers_continues
 from tests.support.cluster import Cluster, ClusterSpec
+from tests.support.redis_server import EXECUTABLE, RedisProcess
 
 BLOCK_SIZE = 16
 HANDED_OVER = [length for length in LENGTHS if length > BLOCK_SIZE]  # shorter prompts stay on the decode node
@@ -91,3 +92,25 @@ def test_disaggregated_through_nvme_equals_monolithic_also_after_restart(
         recomputed = cluster.client.metric("kvrelay_prompt_tokens_by_source_total", role="prefill", source="recomputed")
         assert recomputed == sum(HANDED_OVER) - NUM_PREFILL_HIT_TOKENS
         cluster.wait_clean()
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason="there is no redis-server")
+@pytest.mark.parametrize("dtype", ["bfloat16"], indirect=True)
+@pytest.mark.timeout(900)
+def test_disaggregated_through_redis_where_installed_equals_monolithic_also_from_hits_of_new_processes(
+    dtype: str, expected: list[list[int]], tmp_path: Path
+) -> None:
+    server = RedisProcess(tmp_path / "redis")
+    spec = cluster_spec(dtype, prefill=1, decode=1, connector="redis", connector_options={"url": server.url})
+    try:
+        with Cluster(spec) as cluster:
+            assert ask_all(cluster) == expected
+            assert external_hits(cluster, "decode") == NUM_DECODE_HIT_TOKENS
+            cluster.wait_clean()
+        with Cluster(spec) as cluster:
+            assert ask_all(cluster) == expected
+            assert external_hits(cluster, "prefill") == NUM_PREFILL_HIT_TOKENS
+            assert external_hits(cluster, "decode") == NUM_DECODE_HIT_TOKENS
+            cluster.wait_clean()
+    finally:
+        server.end()

@@ -1,0 +1,113 @@
+"""How a Redis or Valkey server is reached: addresses, TLS, users and databases are redis-py's, which is imported here alone.
+
+A connection is set up by redis-py and then used as a RespStream on the same socket: redis-py has read every reply of the
+set-up by then, so that nothing is left in its buffer.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from redis.connection import Connection, parse_url
+
+from connectors.resp_stream import RespStream
+from core.errors import ConfigError, ConnectorError
+
+URL_FIELD = "connector.options.url"
+_URL_FORMS = "redis://HOST:PORT/DB, rediss://… (TLS) or unix:///PATH?db=DB, with redis-py's query arguments (ssl_ca_certs=PATH)"
+# What is ours to decide, and what would need redis-py's own reader.
+_RESERVED = ("protocol", "decode_responses", "socket_timeout", "socket_connect_timeout", "retry", "parser_class")
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Over those of the URL where not empty. Never shown."""
+
+    username: str
+    password: str
+
+
+class RedisServer:
+    """Opens connections to one server. Any thread; close() ends waits on all that are open or being opened."""
+
+    def __init__(self, url: str, credentials: Credentials, connect_timeout_s: float, op_timeout_s: float) -> None:
+        """Raises ConfigError, which does not show the URL: it may hold a password."""
+        try:
+            settings: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
+        except ValueError:
+            raise ConfigError(URL_FIELD, "(not shown)", _URL_FORMS) from None
+        for name in _RESERVED:
+            if name in settings:
+                raise ConfigError(URL_FIELD, f"…{name}=…", f"a URL without {name}")
+        if credentials.username:
+            settings["username"] = credentials.username
+        if credentials.password:
+            settings["password"] = credentials.password
+        self._connection_type = settings.pop("connection_class", Connection)
+        self._settings = {
+            **settings,
+            "socket_connect_timeout": connect_timeout_s,
+            "socket_timeout": op_timeout_s,
+            "protocol": 2,
+            "driver_info": None,  # spares two round trips
+        }
+        try:
+            self._connection_type(**self._settings)
+        except (TypeError, ValueError, redis.RedisError):
+            raise ConfigError(URL_FIELD, "(not shown)", f"{_URL_FORMS}; a query argument is unknown or wrong") from None
+        self._op_timeout_s = op_timeout_s
+        self._mutex = threading.Lock()  # of the two below
+        self._connections: set[Connection] = set()
+        self._is_closed = False
+
+    @property
+    def address(self) -> str:
+        """Where the server is, for messages: no user, no password."""
+        settings = self._settings
+        where = settings.get("path") or f"{settings.get('host', 'localhost')}:{settings.get('port', 6379)}"
+        return f"{where} db {settings.get('db', 0)}"
+
+    def open_stream(self) -> RespStream:
+        """A connection on which nothing is outstanding. Takes connect_timeout_s and one op_timeout_s per step of the set-up at
+        most. Raises ConnectorError."""
+        connection = self._connection_type(**self._settings)
+        with self._mutex:
+            if self._is_closed:
+                raise ConnectorError("the connector is closed")
+            self._connections.add(connection)
+        try:
+            connection.connect()
+            with self._mutex:
+                connected = connection._get_socket()
+                if self._is_closed or connected is None:
+                    raise ConnectorError("the connector is closed")
+            return RespStream(connected, self._op_timeout_s, lambda: self._disconnect(connection))
+        except (redis.RedisError, OSError, ConnectorError) as error:
+            self._disconnect(connection)
+            raise ConnectorError(f"no connection to {self.address}: {error}") from error
+
+    def close(self) -> None:
+        """Make every wait on every connection fail, now and later. Whoever uses a connection closes it. Safe to repeat."""
+        with self._mutex:
+            self._is_closed = True
+            connections = list(self._connections)
+        for connection in connections:
+            _shut_down(connection)
+
+    def _disconnect(self, connection: Connection) -> None:
+        with self._mutex:
+            self._connections.discard(connection)
+        connection.disconnect()  # type: ignore[no-untyped-call]
+
+
+def _shut_down(connection: Connection) -> None:
+    connected = connection._get_socket()
+    if connected is not None:
+        try:
+            connected.shutdown(socket.SHUT_RDWR)
+        except OSError:  # is closed already
+            return

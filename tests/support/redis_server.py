@@ -1,0 +1,116 @@
+"""A real Redis (or Valkey) server for tests: its own process on a port of its own, with files in a folder of the test's."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import redis
+
+from deploy.topology import find_free_ports
+
+HOST = "127.0.0.1"
+EXECUTABLE = shutil.which("redis-server") or shutil.which("valkey-server")
+_START_TIMEOUT_S = 30.0
+
+
+class RedisProcess:
+    """Runs until end(), which is safe to repeat. start() after kill() is a restart on the same port: empty, unless the server
+    had saved its data (save_to_disk)."""
+
+    def __init__(self, folder: Path, *flags: str, password: str = "", is_tls: bool = False) -> None:
+        assert EXECUTABLE is not None, "there is no redis-server"
+        self.folder = folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.password = password
+        self.flags: Sequence[str] = flags
+        (self.port,) = find_free_ports(HOST, 1)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.is_tls = is_tls
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """Without a password. With TLS it names the test's own certificate authority."""
+        if self.is_tls:
+            return f"rediss://{HOST}:{self.port}/0?ssl_ca_certs={self.folder / 'server.crt'}&ssl_check_hostname=false"
+        return f"redis://{HOST}:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        """Of the running server."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        port = ["--port", "0", "--tls-port", str(self.port)] if self.is_tls else ["--port", str(self.port)]
+        command = [str(EXECUTABLE), "--bind", HOST, *port, "--dir", str(self.folder), "--save", "", "--daemonize", "no"]
+        command += [
+            "--unixsocket",
+            str(self.folder / "socket"),
+            "--maxmemory-policy",
+            "volatile-ttl",
+        ]
+        if self.password:
+            command += ["--requirepass", self.password]
+        if self.is_tls:
+            certificate, key = self._make_certificate()
+            command += ["--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", certificate]
+            command += ["--tls-auth-clients", "no"]
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen([*command, *self.flags], stdout=log, stderr=log, start_new_session=True)
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        with self.client() as client:
+            while True:
+                try:
+                    client.ping()
+                    return
+                except redis.BusyLoadingError:
+                    time.sleep(0.005)
+                except redis.ConnectionError:
+                    assert self._process.poll() is None, f"the server ended: {(self.folder / 'log').read_text()}"
+                    assert time.monotonic() < deadline_s, "the server does not answer"
+                    time.sleep(0.005)
+
+    def client(self) -> redis.Redis:
+        """An ordinary client, for looking and for doing damage."""
+        return redis.Redis.from_url(f"unix://{self.folder / 'socket'}", password=self.password or None)
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone. Safe to repeat."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def pause(self) -> None:
+        """SIGSTOP: connections stay open, and nothing answers."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def save_to_disk(self) -> None:
+        """Write all data to the folder, where the next start finds it."""
+        with self.client() as client:
+            client.save()
+
+    def end(self) -> None:
+        """Kill it and remove its files."""
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _make_certificate(self) -> tuple[str, str]:
+        certificate, key = self.folder / "server.crt", self.folder / "server.key"
+        if not certificate.exists():
+            command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+            command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+            subprocess.run(command, check=True, capture_output=True)
+        return str(certificate), str(key)
