@@ -98,7 +98,7 @@ class Cluster:
 
     def __exit__(self, error_type: object, *_: object) -> None:
         try:
-            left = self._stop_all() + self.find_leftovers()
+            left = self.stop()
             if left or error_type is not None:
                 self.show_logs()
             if left and error_type is None:
@@ -106,6 +106,10 @@ class Cluster:
         finally:
             self.client.close()
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def stop(self) -> list[str]:
+        """End all processes in order; what had to be killed, and what find_leftovers finds. Safe to repeat."""
+        return self._stop_all() + self.find_leftovers()
 
     @property
     def url(self) -> str:
@@ -130,6 +134,12 @@ class Cluster:
         if wait:
             self.wait_until(lambda: self.client.node_status(name) == "up", f"{name} is up", self.spec.start_timeout_s)
         return name
+
+    def restart_node(self, name: str, *flags: str, wait: bool = True) -> None:
+        """Start a node again under its old name, as a supervisor does after kill(); wait: until the router has it."""
+        self._start(name, "--node-id", name, *self.spec.flags, *flags)
+        if wait:
+            self.wait_until(lambda: self.client.node_status(name) == "up", f"{name} is up again", self.spec.start_timeout_s)
 
     def kill(self, name: str) -> None:
         """kill -9, and wait until the process is gone."""
