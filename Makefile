@@ -11,8 +11,9 @@ CHECKED_ROOMS := core connectors router prefill_node decode_node deploy
 ARGS ?=
 URL ?= http://127.0.0.1:8000
 SEEDS ?= 0:300
+MINUTES ?= 30
 
-.PHONY: help serve test check format sim bench clean
+.PHONY: help serve test check format sim soak bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -37,6 +38,9 @@ format: $(VENV)/.installed-dev  ## ruff format and the fixes that ruff can do it
 
 sim: $(VENV)/.installed-dev  ## a simulated cluster with faults: SEED=7 for one with its timeline, SEEDS=0:1000 for many
 	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED) --trace,--seeds $(SEEDS)) $(ARGS)
+
+soak: $(VENV)/.installed-dev  ## half an hour of saturation: memory, descriptors and latency must stay flat (MINUTES=3 for a short one)
+	@$(BIN)/python -m tests.fault.soak --minutes $(MINUTES) --json $(ARGS)
 
 bench: $(VENV)/.installed-dev  ## load a running cluster (URL=http://127.0.0.1:8000) and print its latencies
 	@$(BIN)/python -m bench.serving --url $(URL) --requests 32 --rate 2 --input-tokens 256 --output-tokens 32 $(ARGS)

@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 
 from tests.fault.process_samples import ProcessSampler
-from tests.fault.verified_load import Outcome, RequestRecord, VerifiedLoad
+from tests.fault.verified_load import Outcome, RequestRecord, VerifiedClient, VerifiedLoad, make_questions
 from tests.support.cluster import MODEL_NAME, Cluster, ClusterSpec, holds_nothing
 
 MODEL = "smollm2"
@@ -102,13 +102,7 @@ class Chaos:
                 router={"heartbeat_timeout_s": options.heartbeat_timeout_s},
             )
         )
-        self._load = VerifiedLoad(
-            self._cluster.url,
-            MODEL_NAME,
-            num_clients=options.num_clients,
-            seed=options.seed,
-            num_questions=options.num_questions,
-        )
+        self._client = VerifiedClient(self._cluster.url, MODEL_NAME)
         self._sampler = ProcessSampler(lambda: {name: child.pid for name, child in dict(self._cluster.children).items()})
         self._hits: list[Hit] = []
         self._victim_roles = list(options.victim_roles)
@@ -118,8 +112,10 @@ class Chaos:
         try:
             with self._cluster as cluster:
                 _say(f"{self._options.num_questions} questions for the undisturbed cluster")
-                self._load.ask_answers()
+                questions = make_questions(self._client.vocabulary(), self._options.seed, self._options.num_questions)
+                questions = self._client.with_answers(questions)
                 cluster.wait_clean()
+                self._load = VerifiedLoad(self._client, questions, num_clients=self._options.num_clients, seed=self._options.seed)
                 self._sampler.start()
                 began_s = time.monotonic()
                 self._load.start()
@@ -135,6 +131,7 @@ class Chaos:
                 leftovers = [*cluster.stop(), *self._stray_store_files()]
             return self._report(audit, leftovers, moved_tokens, seconds)
         finally:
+            self._client.close()
             if self._store:
                 shutil.rmtree(self._store, ignore_errors=True)
 

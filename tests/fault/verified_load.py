@@ -5,8 +5,10 @@ Questions follow from a seed; their answers are asked of the undisturbed cluster
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import secrets
 import threading
 import time
 from collections import Counter
@@ -26,6 +28,8 @@ NUM_SHARED_PREFIXES = 4
 MAX_ANSWERS_AT_ONCE = 16
 REFUSAL_TYPES = ("overloaded_error", "unavailable_error")  # of errors that come before a request is admitted
 REFUSAL_PAUSE_S = 0.5
+POLL_INTERVAL_S = 0.02
+HTTP_MARGIN_S = 10.0
 
 
 class Outcome(Enum):
@@ -39,7 +43,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt and what the undisturbed cluster answers; temperature above 0 keeps outputs from repeating themselves."""
+    """A prompt and what the undisturbed cluster answers. At temperature 0 a small model repeats itself, which hides gaps."""
 
     prompt_token_ids: list[int]
     num_output_tokens: int
@@ -99,69 +103,69 @@ def make_questions(vocabulary: Sequence[int], seed: int, count: int) -> list[Que
     return questions
 
 
-class VerifiedLoad:
-    """num_clients threads, each with one request at a time, from start() to stop(). `records` holds them in order of sending."""
+class VerifiedClient:
+    """Asks questions over HTTP and checks every token as it comes. Safe from several threads.
 
-    def __init__(
-        self, url: str, model_name: str, *, num_clients: int, seed: int, num_questions: int, deadline_s: float = 120.0
-    ) -> None:
-        """deadline_s: without any news for so long, or after three times as long in all, a request counts as lost."""
-        self.records: list[RequestRecord] = []
-        self._questions: list[Question] = []
+    deadline_s: without any news for so long, or after three times as long in all, a request counts as lost.
+    """
+
+    def __init__(self, url: str, model_name: str, deadline_s: float = 120.0) -> None:
+        self.deadline_s = deadline_s
         self._model_name = model_name
-        self._num_clients = num_clients
-        self._num_questions = num_questions
-        self._seed = seed
-        self._deadline_s = deadline_s
-        self._mutex = threading.Lock()  # of records' order and ids
-        self._is_stopping = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._ids = (f"{secrets.token_hex(4)}-{count}" for count in itertools.count())
         self._http = httpx.Client(
             base_url=url,
             timeout=httpx.Timeout(deadline_s, connect=10.0),
             trust_env=False,
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=0
-            ),  # an idle one may be closed just when it is used
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),  # an idle one may be closed when it is used
         )
 
-    def ask_answers(self) -> None:
-        """Learn the right answers from the cluster, which nobody disturbs now, under a salt of their own. Raises on any error."""
+    def vocabulary(self) -> list[int]:
+        """Token ids that are ordinary words of the model."""
         answer = self._http.post("/tokenize", json={"model": self._model_name, "prompt": VOCABULARY_TEXT})
         answer.raise_for_status()
-        vocabulary = sorted(set(answer.json()["tokens"]))
+        return sorted(set(answer.json()["tokens"]))
+
+    def with_answers(self, questions: Sequence[Question]) -> list[Question]:
+        """With what the cluster, which nobody disturbs now, answers under a salt of its own. Raises on any error."""
         with ThreadPoolExecutor(MAX_ANSWERS_AT_ONCE) as threads:
-            questions = make_questions(vocabulary, self._seed, self._num_questions)
-            self._questions = list(threads.map(self._with_answer, questions))
+            return list(threads.map(self._with_answer, questions))
 
-    def start(self) -> None:
-        """Begin. Each client's sequence of questions follows from the seed."""
-        assert self._questions, "ask_answers comes first"
-        self._threads = [
-            threading.Thread(target=self._ask_until_stopped, args=(random.Random(f"{self._seed}/{place}"),), daemon=True)
-            for place in range(self._num_clients)
-        ]
-        for thread in self._threads:
-            thread.start()
+    def new_record(self, question: Question) -> RequestRecord:
+        """A request that is about to be sent."""
+        return RequestRecord(next(self._ids), question, time.monotonic())
 
-    def stop(self) -> None:
-        """No new requests; wait for those that run. What has not ended by its deadline is lost."""
-        self._is_stopping.set()
-        give_up_s = time.monotonic() + 3 * self._deadline_s
-        for thread in self._threads:
-            thread.join(max(0.0, give_up_s - time.monotonic()))
-        for record in self.records:
+    def ask(self, record: RequestRecord, salt: str) -> None:
+        """Send it, and fill in the record until it has an outcome."""
+        try:
+            outcome, detail = self._ask(record, salt)
+        except httpx.HTTPError as error:
+            outcome, detail = Outcome.LOST, f"{type(error).__name__} after {len(record.token_times_s)} tokens: {error}"
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            outcome, detail = Outcome.WRONG, f"malformed: {type(error).__name__}: {error}"
+        record.ended_at_s = time.monotonic()
+        record.detail = detail
+        record.outcome = outcome  # last: others look at it to see whether the record is complete
+
+    def start(self, question: Question, salt: str) -> RequestRecord:
+        """ask() in a thread of its own; wait_for says how it went."""
+        record = self.new_record(question)
+        threading.Thread(target=self.ask, args=(record, salt), daemon=True).start()
+        return record
+
+    def wait_for(self, records: Sequence[RequestRecord]) -> list[Outcome]:
+        """Until all have ended, or long after the last deadline; the outcomes in order. Those without are LOST."""
+        give_up_s = time.monotonic() + 3 * self.deadline_s + HTTP_MARGIN_S
+        while any(record.outcome is None for record in records) and time.monotonic() < give_up_s:
+            time.sleep(POLL_INTERVAL_S)
+        for record in records:
             if record.outcome is None:
                 record.outcome, record.detail = Outcome.LOST, "never ended"
+        return [record.outcome or Outcome.LOST for record in records]
+
+    def close(self) -> None:
+        """Close all connections."""
         self._http.close()
-
-    def in_flight(self) -> list[RequestRecord]:
-        """Requests that have not ended."""
-        return [record for record in list(self.records) if record.outcome is None]
-
-    def counts(self) -> Counter[Outcome]:
-        """Ended requests by outcome."""
-        return Counter(record.outcome for record in list(self.records) if record.outcome is not None)
 
     # -- inside --------------------------------------------------------------------------------------------------------
     def _with_answer(self, question: Question) -> Question:
@@ -170,25 +174,6 @@ class VerifiedLoad:
         choice = response.json()["choices"][0]
         assert len(choice["token_ids"]) == question.num_output_tokens, "the undisturbed answer is complete"
         return replace(question, answer_token_ids=choice["token_ids"], answer_text=choice["text"])
-
-    def _ask_until_stopped(self, rng: random.Random) -> None:
-        while not self._is_stopping.is_set():
-            question = rng.choice(self._questions)
-            with self._mutex:
-                number = len(self.records)
-                record = RequestRecord(f"load-{self._seed}-{number}", question, time.monotonic())
-                self.records.append(record)
-            # One salt for as many requests as there are questions: most prompts are new under it, some are hits.
-            salt = f"round-{number // self._num_questions}"
-            try:
-                record.outcome, record.detail = self._ask(record, salt)
-            except httpx.HTTPError as error:
-                record.outcome, record.detail = Outcome.LOST, f"{type(error).__name__}: {error}"
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                record.outcome, record.detail = Outcome.WRONG, f"malformed: {type(error).__name__}: {error}"
-            record.ended_at_s = time.monotonic()
-            if record.outcome is Outcome.REFUSED:
-                self._is_stopping.wait(REFUSAL_PAUSE_S)
 
     def _ask(self, record: RequestRecord, salt: str) -> tuple[Outcome, str]:
         body = record.question.body(self._model_name, salt) | {"stream": True, "stream_options": {"include_usage": True}}
@@ -201,7 +186,7 @@ class VerifiedLoad:
 
     def _read_stream(self, response: httpx.Response, record: RequestRecord) -> tuple[Outcome, str]:
         wanted = record.question.answer_token_ids
-        give_up_s = record.sent_at_s + 3 * self._deadline_s
+        give_up_s = record.sent_at_s + 3 * self.deadline_s
         num_tokens, text, finish_reason, num_usage_tokens = 0, "", "", None
         for line in response.iter_lines():
             if not line.startswith("data:"):
@@ -228,3 +213,47 @@ class VerifiedLoad:
                 text += choice.get("text") or ""
                 finish_reason = choice.get("finish_reason") or finish_reason
         return Outcome.LOST, f"the stream ended after {num_tokens} tokens without [DONE]"
+
+
+class VerifiedLoad:
+    """num_clients threads, each with one request at a time, from start() to stop(). `records` holds them in order of sending."""
+
+    def __init__(self, client: VerifiedClient, questions: Sequence[Question], *, num_clients: int, seed: int) -> None:
+        """questions: with answers. Which client asks which of them in which order follows from the seed."""
+        self.records: list[RequestRecord] = []
+        self._client = client
+        self._questions = questions
+        self._mutex = threading.Lock()  # of records' order
+        self._is_stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask_until_stopped, args=(random.Random(f"{seed}/{place}"),), daemon=True)
+            for place in range(num_clients)
+        ]
+
+    def start(self) -> None:
+        """Begin."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """No new requests; wait for those that run. What has not ended long after its deadline is lost."""
+        self._is_stopping.set()
+        self._client.wait_for(self.records)
+
+    def counts(self) -> Counter[Outcome]:
+        """Ended requests by outcome."""
+        return Counter(record.outcome for record in list(self.records) if record.outcome is not None)
+
+    def _ask_until_stopped(self, rng: random.Random) -> None:
+        while True:
+            question = rng.choice(self._questions)
+            with self._mutex:
+                if self._is_stopping.is_set():
+                    return
+                number = len(self.records)
+                record = self._client.new_record(question)
+                self.records.append(record)
+            # One salt for as many requests as there are questions: most prompts are new under it, some are hits.
+            self._client.ask(record, f"round-{number // len(self._questions)}")
+            if record.outcome is Outcome.REFUSED:
+                self._is_stopping.wait(REFUSAL_PAUSE_S)

@@ -46,7 +46,8 @@ NUM_LOG_LINES_SHOWN = 40
 class ClusterSpec:
     """What to start. engine, router and connector_options are keys of the configuration's sections, over small defaults.
 
-    pool_name: of the shared-memory pool; "" makes one up that no other test uses. flags go to every node's command line.
+    pool_name: of the shared-memory pool; "" makes one up that no other test uses. flags go to every node's command line,
+    environment to every process.
     """
 
     model: str
@@ -58,6 +59,7 @@ class ClusterSpec:
     engine: Mapping[str, Any] = field(default_factory=dict)
     router: Mapping[str, Any] = field(default_factory=dict)
     flags: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     pool_name: str = ""
     start_timeout_s: float = 180.0
     request_timeout_s: float = 300.0
@@ -239,7 +241,8 @@ class Cluster:
         assert threading.current_thread() is threading.main_thread(), "start processes from the main thread"
         assert name not in self.children, f"{name} runs already"
         spec = process_spec(name, self._config_file, *flags)
-        spec = dataclasses.replace(spec, environment=(*spec.environment, ("TMPDIR", str(self._temporary_files))))
+        added = {"TMPDIR": str(self._temporary_files), **self.spec.environment}
+        spec = dataclasses.replace(spec, environment=(*spec.environment, *added.items()))
         log_path = self._log_path(name)
 
         def append_to_log(_: str, line: str) -> None:
