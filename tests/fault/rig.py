@@ -10,8 +10,8 @@ from tests.support.cluster import MODEL_NAME, Cluster
 
 NODE_NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 HEARTBEAT_TIMEOUT_S = 2.0
-PROMPT_LENGTHS = (20, 60, 150, 300, 450, 900, 1400, 1400)
-NUM_OUTPUT_TOKENS = 48
+PROMPT_LENGTHS = (20, 60, 150, 300, 600, 900)
+NUM_OUTPUT_TOKENS = 32
 
 
 class Rig:

@@ -17,7 +17,7 @@ from tests.fault.verified_load import Question
 from tests.support.cluster import HOST, MODEL_NAME
 
 ABORT_LIMIT_S = 10.0  # a step or two; what the abandoned request would still have to do takes several times as long
-SLOW_CHOICES, SLOW_TOKENS = 8, 160
+SLOW_CHOICES, SLOW_TOKENS = 8, 80
 MAX_ROUTER_GROWTH_MIB = 48.0
 
 
@@ -94,6 +94,7 @@ def test_client_that_reads_nothing_holds_up_no_node_and_gets_it_all_when_it_read
     with _raw_client(rig, rig.questions[1], **long) as fast:
         beside_fast_s = neighbour_s("beside a fast reader")
         expected = fast.read_all()
+    print(len(expected))
     rig.cluster.wait_clean()
     before = sample_process(rig.cluster.children["router"].pid)
     with _raw_client(rig, rig.questions[1], receive_buffer_bytes=4096, **long) as slow:
@@ -101,7 +102,9 @@ def test_client_that_reads_nothing_holds_up_no_node_and_gets_it_all_when_it_read
         rig.cluster.wait_clean(60.0)  # the nodes are done, and the router has no flow, although nobody has read
         time.sleep(0.5)
         growth_mib = sample_process(rig.cluster.children["router"].pid).anon_mib - before.anon_mib
+        import subprocess; print(subprocess.run(f'cat /proc/net/tcp | grep -i {int(rig.cluster.url.rpartition(chr(58))[2]):04X}', shell=True, capture_output=True, text=True).stdout)
         received = slow.read_all()
+    print(growth_mib, beside_slow_s, beside_fast_s)
     assert received.count(b"data: ") == expected.count(b"data: ")
     assert received.rstrip().endswith(b"0") and b"data: [DONE]" in received
     assert beside_slow_s < 2.0 * beside_fast_s

@@ -30,6 +30,7 @@ def cluster(offset_file: Path) -> Iterator[Cluster]:
     spec = ClusterSpec(
         model=MODEL,
         dtype="bfloat16",
+        engine={"kv_pool_mib": 192},
         router={"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S},
         environment={
             "LD_PRELOAD": str(FAKETIME),

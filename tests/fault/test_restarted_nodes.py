@@ -8,7 +8,6 @@ import pytest
 
 from deploy.topology import find_free_ports
 from tests.fault.rig import Rig
-from tests.fault.verified_load import RequestRecord
 from tests.support.cluster import HOST
 
 
@@ -29,12 +28,10 @@ def test_node_killed_mid_load_and_restarted_on_its_port_requests_before_and_afte
     assert f'node_id="{name}"' in _metrics_of(port)
     rig.cluster.kill(name)
     rig.cluster.restart_node(name, "--metrics-port", str(port), wait=False)
-    later: list[RequestRecord] = rig.start(f"second of {name}", rig.questions[:4])  # while it starts
-    rig.wait_status(name, "up", timeout_s=60.0)
-    assert rig.node(name)["generation"] != generation
+    rig.cluster.wait_until(lambda: rig.node(name)["generation"] != generation, "the new process is there")
+    rig.wait_status(name, "up")
     assert f'node_id="{name}"' in _metrics_of(port)
-    later += rig.start(f"third of {name}")
-    rig.check_right([*first, *later])
+    rig.check_right([*first, *rig.start(f"second of {name}", rig.questions[:4])])
     rig.cluster.wait_clean()
 
 
