@@ -110,8 +110,10 @@ class RouterOptions:
 
     local_prefill_max_tokens: prompts up to this length skip the prefill node (0: up to one block, which cannot be handed over).
     prefill_timeout_s: how long PrefillDone may take before the decode node does it all; max_attempts bounds dispatches
-    of one request over all nodes. step_stall_timeout_s: a node whose step thread has not moved for so long gets nothing new and
-    loses its requests to others.
+    of one request over all nodes, max_node_deaths the nodes that may die while they have it. step_stall_timeout_s: a node
+    whose step thread has not moved for so long gets nothing new and loses its requests to others. drain_timeout_s: how long a
+    draining node may finish what it has before the rest moves to other nodes. http_fd: an inherited socket that listens already
+    (-1: bind host and port), so that connections wait while a router is replaced.
     """
 
     host: str = "127.0.0.1"
@@ -127,14 +129,18 @@ class RouterOptions:
     heartbeat_interval_s: float = 0.5
     heartbeat_timeout_s: float = 5.0
     max_attempts: int = 4
+    max_node_deaths: int = 3
     local_prefill_max_tokens: int = 0
     step_stall_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+    http_fd: int = -1
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "router.port", self.port, "0 to 65535")
         _check(0 <= self.control_port <= 65535, "router.control_port", self.control_port, "0 to 65535")
-        for name in ("max_num_requests", "max_body_bytes", "max_choices", "max_attempts"):
+        for name in ("max_num_requests", "max_body_bytes", "max_choices", "max_attempts", "max_node_deaths"):
             _check(getattr(self, name) >= 1, f"router.{name}", getattr(self, name), "1 or more")
+        _check(self.drain_timeout_s >= 0, "router.drain_timeout_s", self.drain_timeout_s, "0 (hand over at once) or more")
         for name in (
             "request_timeout_s",
             "prefill_timeout_s",

@@ -101,7 +101,7 @@ class NodeServer:
                 break
             else:
                 self._link.wait_for_command(_IDLE_WAIT_S)
-            if self._link.is_registered.is_set() and not was_registered and not self._link.refusal:
+            if self._link.is_registered and not was_registered and not self._link.refusal:
                 was_registered = True
                 _logger.info("%s is registered and ready", node_id)
             self._publish()

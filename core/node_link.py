@@ -17,6 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from core.errors import WireError
+from core.node_session import NodeSession
 from core.wire import messages
 from core.wire.sockets import open_node_socket
 
@@ -33,19 +34,27 @@ class NodeLink:
 
     def __init__(self, router_address: str, registration: messages.Register) -> None:
         self.commands: deque[messages.RouterMessage] = deque()
-        self.refusal = ""
-        self.is_registered = threading.Event()
-        self._registration = registration
+        self._session = NodeSession(registration)
+        self._identity = f"{registration.node_id}:{registration.generation:x}".encode()
         self._router_address = router_address
         self._outbox: deque[messages.NodeMessage] = deque()
         self._heartbeat: messages.Heartbeat | None = None
         self._heartbeat_set_s = 0.0
-        self._heartbeat_interval_s = 0.5
         self._has_command = threading.Event()
         self._is_closed = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name="node-link", daemon=True)
+
+    @property
+    def is_registered(self) -> bool:
+        """True while the router counts on this node. Any thread."""
+        return self._session.is_registered
+
+    @property
+    def refusal(self) -> str:
+        """Why the router does not want this node; empty as long as it does. Any thread."""
+        return self._session.refusal
 
     def start(self) -> None:
         """Connect and register; returns at once."""
@@ -86,8 +95,8 @@ class NodeLink:
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        identity = f"{self._registration.node_id}:{self._registration.generation:x}".encode()
-        socket = open_node_socket(context, self._router_address, identity)
+        session = self._session
+        socket = open_node_socket(context, self._router_address, self._identity)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
@@ -97,9 +106,9 @@ class NodeLink:
         num_unanswered = 0
         while not self._is_closed:
             now_s = time.monotonic()
-            if not self.is_registered.is_set():
+            if not session.is_registered:
                 if now_s >= next_register_s:
-                    self._send_now(socket, self._registration)
+                    self._send_frame(socket, session.register())
                     num_unanswered += 1
                     if num_unanswered % _REGISTRATIONS_PER_WARNING == 0:
                         _logger.warning(
@@ -109,14 +118,14 @@ class NodeLink:
             elif now_s >= next_heartbeat_s:
                 num_unanswered = 0
                 self._send_heartbeat(socket, now_s)
-                next_heartbeat_s = now_s + self._heartbeat_interval_s
-            due_s = next_heartbeat_s if self.is_registered.is_set() else next_register_s
+                next_heartbeat_s = now_s + session.heartbeat_interval_s
+            due_s = next_heartbeat_s if session.is_registered else next_register_s
             ready = dict(poller.poll(max(1, int((due_s - now_s) * 1000))))
             if self._wake_read in ready:
                 os.read(self._wake_read, 65536)
             if monitor in ready:
                 recv_monitor_message(monitor)
-                self._forget_registration()
+                self._command(session.start_over())
                 next_register_s = 0.0
             if socket in ready:
                 self._receive_all(socket)
@@ -138,46 +147,26 @@ class NodeLink:
             self._send_now(socket, self._outbox.popleft())
 
     def _send_now(self, socket: zmq.Socket[bytes], message: messages.NodeMessage) -> None:
+        if (frame := self._session.pack(message)) is not None:
+            self._send_frame(socket, frame)
+
+    def _send_frame(self, socket: zmq.Socket[bytes], frame: bytes) -> None:
         try:
-            socket.send(messages.encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # the router has been away for long: it will ask us to register again, and what we say now is moot
-            _logger.warning("dropped a %s: the queue to the router is full", type(message).__name__)
+            socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:  # the router has been away for long: it will find the gap and ask us to register again
+            _logger.warning("dropped a message: the queue to the router is full")
+
+    def _command(self, commands: list[messages.RouterMessage]) -> None:
+        self.commands.extend(commands)
+        self._has_command.set()
 
     def _receive_all(self, socket: zmq.Socket[bytes]) -> None:
         while True:
             try:
-                payload = socket.recv(zmq.NOBLOCK)
+                frame = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                message = messages.decode_router_message(payload)
+                self._command(self._session.receive(frame))
             except WireError as error:
                 _logger.warning("ignored a message: %s", error)
-                continue
-            self._handle(message)
-
-    def _handle(self, message: messages.RouterMessage) -> None:
-        if isinstance(message, messages.RegisterReply):
-            self.refusal = message.refusal
-            self._heartbeat_interval_s = message.heartbeat_interval_s
-            self.is_registered.set()
-            self._has_command.set()
-        elif isinstance(message, messages.Ping):
-            pass
-        elif isinstance(message, messages.RegisterAgain):
-            self._forget_registration()
-        else:
-            self.commands.append(message)
-            self._has_command.set()
-
-    def _forget_registration(self) -> None:
-        """Start over with the router: what was in flight when the connection broke may be lost on either side.
-
-        The step thread drops its requests, the router gives them to other nodes when it sees the new registration.
-        """
-        if self.is_registered.is_set():  # else one is already on its way
-            self.is_registered.clear()
-            index = self._registration.registration_index + 1
-            self._registration = msgspec.structs.replace(self._registration, registration_index=index)
-            self.commands.append(messages.RegisterAgain())
-            self._has_command.set()

@@ -29,11 +29,15 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. name: unique, shown before each line of output. environment: what is added to ours."""
+    """What to run. name: unique, shown before each line of output. environment: what is added to ours.
+
+    inherited_fds: descriptors of ours that the child keeps under the same numbers.
+    """
 
     name: str
     argv: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
+    inherited_fds: tuple[int, ...] = ()
 
 
 class OutputPrinter:
@@ -77,6 +81,7 @@ class ChildProcess:
             stderr=subprocess.STDOUT,
             env={**os.environ, **dict(spec.environment)},
             start_new_session=True,
+            pass_fds=spec.inherited_fds,
             preexec_fn=_die_with_parent(os.getpid()),
         )
         self._reader = threading.Thread(target=self._read_output, name=f"output-{spec.name}", daemon=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from core.config import EXIT_USAGE, OneLineParser, parse_config
 from core.errors import InvalidInputError, KVRelayError
+from deploy.rolling import drain, restart
 from deploy.router_client import get_json
 
 EXIT_OK = 0
@@ -29,6 +30,9 @@ USAGE = """usage: kvrelay COMMAND [OPTIONS]     (kvrelay COMMAND --help lists a 
   prefill-node   one prefill node: --router HOST:PORT
   decode-node    one decode node: --router HOST:PORT
   nodes          the nodes of a running router: --url URL
+  requests       what is in flight in a running cluster: --url URL
+  drain          let a node, or "router", finish what it has and leave: NAME --url URL
+  restart        a rolling restart of a supervised cluster: [NAME ...] --url URL
   audit          what a running cluster still holds: --url URL; exit code 1 when something is left
   version        this version"""
 
@@ -101,6 +105,35 @@ def _audit(argv: list[str]) -> int:
     return EXIT_OK if isinstance(body, dict) and body.get("is_clean") is True else EXIT_FAILED
 
 
+def _requests(argv: list[str]) -> int:
+    body = _ask_router("kvrelay requests", argv, "/requests")
+    requests = body.get("requests", []) if isinstance(body, dict) else []
+    for request in requests:
+        print("  ".join(f"{key}={value}" for key, value in request.items()))
+    if not requests:
+        print("no request is in flight")
+    return EXIT_OK
+
+
+def _drain(argv: list[str]) -> int:
+    parser = _router_parser("kvrelay drain")
+    parser.add_argument("name", metavar="NAME", help='a node_id as `kvrelay nodes` shows it, or "router"')
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="how long to wait until it is gone (default %(default)s)")
+    arguments = parser.parse_args(argv)
+    drain(arguments.url, arguments.name, arguments.timeout_s)
+    print(f"{arguments.name} has left")
+    return EXIT_OK
+
+
+def _restart(argv: list[str]) -> int:
+    parser = _router_parser("kvrelay restart")
+    parser.add_argument("names", metavar="NAME", nargs="*", help='node_ids or "router" (default: all nodes, then the router)')
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="for each process (default %(default)s)")
+    arguments = parser.parse_args(argv)
+    restart(arguments.url, arguments.names, arguments.timeout_s)
+    return EXIT_OK
+
+
 def _version(_argv: list[str]) -> int:
     try:
         print(f"kvrelay {importlib.metadata.version('kvrelay')}")
@@ -109,10 +142,14 @@ def _version(_argv: list[str]) -> int:
     return EXIT_OK
 
 
-def _ask_router(prog: str, argv: list[str], path: str, allowed: tuple[int, ...] = (200,)) -> Any:
+def _router_parser(prog: str) -> OneLineParser:
     parser = OneLineParser(prog=prog, allow_abbrev=False)
     parser.add_argument("--url", default=DEFAULT_URL, help="of the router (default %(default)s)")
-    url = parser.parse_args(argv).url
+    return parser
+
+
+def _ask_router(prog: str, argv: list[str], path: str, allowed: tuple[int, ...] = (200,)) -> Any:
+    url = _router_parser(prog).parse_args(argv).url
     status, body = get_json(url, path, timeout_s=30.0)
     if status not in allowed or body is None:
         raise KVRelayError(f"{url}{path} answered with status {status}: {body}")
@@ -125,6 +162,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "prefill-node": _prefill_node,
     "decode-node": _decode_node,
     "nodes": _nodes,
+    "requests": _requests,
+    "drain": _drain,
+    "restart": _restart,
     "audit": _audit,
     "version": _version,
 }

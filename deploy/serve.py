@@ -14,6 +14,7 @@ from connectors.registry import create_connector
 from core.clock import MonotonicClock
 from core.config import Config, config_to_yaml
 from core.model_files import resolve_model
+from deploy.child_process import ChildSpec
 from deploy.reclaim import reclaim_shared_memory
 from deploy.router_client import RouterUnreachableError, get_json
 from deploy.supervisor import ClusterStartError, StopRequestedError, Supervisor
@@ -25,6 +26,7 @@ from deploy.topology import (
     join_host_port,
     node_names,
     num_usable_cores,
+    open_http_listener,
     with_connector_defaults,
 )
 
@@ -39,19 +41,24 @@ def serve(config: Config) -> int:
     url = f"http://{join_host_port(connect_host(config.router.host), config.router.port)}"
     try:
         # The folder goes before the children do: they read it only when they start, and it shall go even if ending them fails.
-        with Supervisor() as supervisor, tempfile.TemporaryDirectory(prefix="kvrelay-") as folder:
+        with (
+            open_http_listener(config) as listener,
+            Supervisor() as supervisor,
+            tempfile.TemporaryDirectory(prefix="kvrelay-") as folder,
+        ):
             config_file = Path(folder) / "config.yaml"
             config_file.write_text(config_to_yaml(config))
-            return _run(supervisor, config, config_file, url)
+            specs = child_specs(config, config_file, listener.fileno())
+            return _run(supervisor, specs, config, config_file, url)
     finally:
         reclaim_shared_memory(config.connector)
 
 
-def _run(supervisor: Supervisor, config: Config, config_file: Path, url: str) -> int:
+def _run(supervisor: Supervisor, specs: list[ChildSpec], config: Config, config_file: Path, url: str) -> int:
     """Start, greet, watch; the children still run when this returns."""
     began_s = time.monotonic()
     try:
-        supervisor.start(child_specs(config, config_file), lambda: describe_missing(url, config), START_TIMEOUT_S)
+        supervisor.start(specs, lambda: describe_missing(url, config), START_TIMEOUT_S)
     except ClusterStartError as error:
         supervisor.say(str(error))
         return 1

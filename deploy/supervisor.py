@@ -19,6 +19,7 @@ from deploy.child_process import ChildProcess, ChildSpec, OutputPrinter
 POLL_INTERVAL_S = 0.1
 FIRST_RESTART_DELAY_S = 1.0
 MAX_RESTART_DELAY_S = 30.0
+MIN_LIFETIME_S = 2.0  # whatever its exit code: what ends sooner is broken
 STABLE_AFTER_S = 60.0  # a child that lived this long starts again with the shortest delay
 PROGRESS_INTERVAL_S = 5.0
 FIRST_CHILD_SHARE = 0.7
@@ -170,8 +171,11 @@ class Supervisor:
         if slot.child is not None and slot.child.poll_exit_code() is not None:
             slot.child.wait(1.0)
             slot.child.kill_group()  # what it may have started itself
-            delay_s = slot.backoff.next_delay_s(now_s - slot.child.started_at_s)
-            self.say(f"{slot.spec.name} {slot.child.describe_exit()}; starting it again in {delay_s:.0f} s")
+            lifetime_s = now_s - slot.child.started_at_s
+            has_left = slot.child.poll_exit_code() == 0 and lifetime_s >= MIN_LIFETIME_S  # it was drained: a rolling restart
+            delay_s = 0.0 if has_left else slot.backoff.next_delay_s(lifetime_s)
+            when = "at once" if has_left else f"in {delay_s:.0f} s"
+            self.say(f"{slot.spec.name} {slot.child.describe_exit()}; starting it again {when}")
             slot.child, slot.restart_at_s = None, now_s + delay_s
         if slot.child is None and now_s >= slot.restart_at_s:
             self._start_child(slot)

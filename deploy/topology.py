@@ -17,6 +17,7 @@ from core.config import Config, user_cache_dir
 from core.errors import ConfigError
 from deploy.child_process import ChildSpec
 
+HTTP_BACKLOG = 2048
 ANY_ADDRESS_TO_LOOPBACK = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 
 
@@ -45,9 +46,13 @@ def effective_config(config: Config, model_folder: Path, num_cores: int) -> Conf
     )
 
 
-def child_specs(config: Config, config_file: Path) -> list[ChildSpec]:
-    """Router first, then the nodes, all with config_file. A node gets its name, and a metrics port of its own."""
-    specs = [process_spec("router", config_file)]
+def child_specs(config: Config, config_file: Path, http_fd: int) -> list[ChildSpec]:
+    """Router first, then the nodes, all with config_file. A node gets its name, and a metrics port of its own.
+
+    http_fd: the listening HTTP socket, which every router in turn inherits.
+    """
+    router = process_spec("router", config_file, "--router.http_fd", str(http_fd))
+    specs = [dataclasses.replace(router, inherited_fds=(http_fd,))]
     for position, name in enumerate(node_names(config)):
         flags = ["--metrics-port", str(config.node.metrics_port + position)] if config.node.metrics_port > 0 else []
         specs.append(process_spec(name, config_file, "--node-id", name, *flags))
@@ -103,6 +108,13 @@ def choose_ports(config: Config) -> Config:
     check_port_free("--port", router.host, port)
     check_port_free("--control-port", router.host, control_port)
     return dataclasses.replace(config, router=dataclasses.replace(router, port=port, control_port=control_port))
+
+
+def open_http_listener(config: Config) -> socket.socket:
+    """The HTTP socket, listening already: connections wait in it while no router runs. Raises ConfigError."""
+    listener = _bound_socket("--port", config.router.host, config.router.port)
+    listener.listen(HTTP_BACKLOG)
+    return listener
 
 
 def find_free_ports(host: str, count: int) -> list[int]:

@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from core.clock import Clock
 from core.config import RouterOptions
 from core.errors import ConfigError, WireError
-from core.wire.messages import AuditReply, Drain, RouterMessage, decode_node_message, encode
+from core.wire.messages import AuditReply
 from core.wire.sockets import configure_router_socket
 from router.metrics import RouterMetrics
 from router.router_core import RouterCore
@@ -93,15 +93,10 @@ class Dispatcher:
             del self.core.audits[round_.audit_id]
         return round_.replies, sorted(round_.missing)
 
-    def drain(self, node_id: str) -> bool:
-        """Tell a node to finish what it has and leave. False when there is no such node."""
-        node = self.core.registry.nodes.get(node_id)
-        return node is not None and node.is_connected and self._send(node.identity, Drain())
-
     # -- inside --------------------------------------------------------------------------------------------------------
-    def _send(self, identity: bytes, message: RouterMessage) -> bool:
+    def _send(self, identity: bytes, frame: bytes) -> bool:
         try:
-            sending = self._socket.send_multipart([identity, encode(message)], flags=zmq.NOBLOCK)
+            sending = self._socket.send_multipart([identity, frame], flags=zmq.NOBLOCK)
             assert isinstance(sending, asyncio.Future)
             sending.result()  # with NOBLOCK it is done when it is returned
         except zmq.ZMQError as error:
@@ -116,12 +111,10 @@ class Dispatcher:
             try:
                 if len(frames) != 2:
                     raise WireError(f"{len(frames)} frames, not 2")
-                message = decode_node_message(frames[1])
+                self.core.receive(frames[0], frames[1])
             except WireError as error:
                 self._metrics.wire_errors.inc()
                 logger.warning("ignored a message of %r: %s", frames[0][:64], error)
-                continue
-            self.core.handle_message(frames[0], message)
 
     async def _tick_forever(self) -> None:
         while True:

@@ -5,6 +5,7 @@ Generation is in http_generation.py. Every error has OpenAI's shape.
 
 from __future__ import annotations
 
+import http
 import importlib.metadata
 import logging
 import re
@@ -26,16 +27,15 @@ from core.errors import InvalidInputError, OverloadedError
 from core.wire.messages import ModelInfo
 from router.chat_template import ChatTemplate
 from router.dispatcher import Dispatcher
+from router.http_cluster import ClusterEndpoints
 from router.http_generation import HTTP_CLIENT_CLOSED, GenerationEndpoints, GenerationFailedError, json_response
 from router.metrics import RouterMetrics
 from router.openai_protocol import DetokenizeRequest, ErrorBody, ErrorResponse, TokenizeRequest, decode_body
-from router.registry import NodeState, NodeStatus
 from router.request_validation import ModelLimits, UnknownModelError, check_model_name
 from router.tokenizer import Tokenizer
 
 logger = logging.getLogger("kvrelay.router")
 
-AUDIT_TIMEOUT_S = 5.0
 SHUTDOWN_RETRY_AFTER_S = 5.0
 REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -75,8 +75,11 @@ class HttpApi:
         chat_template: ChatTemplate | None,
         dispatcher: Dispatcher,
         metrics: RouterMetrics,
+        drain: Callable[[], None] = lambda: None,
     ) -> None:
+        """drain: what POST /drain asks of the process."""
         self.is_shutting_down = False
+        self.is_draining = False  # new connections are another router's; what arrives on the old ones is still answered
         self._options = options
         self._clock = clock
         self._model = model
@@ -85,7 +88,8 @@ class HttpApi:
         self._metrics = metrics
         self._created = int(time.time())
         self._generation = GenerationEndpoints(dispatcher.core, tokenizer, chat_template, self.limits)
-        self.app: ASGIApp = _with_request_id(self._routes())
+        self._cluster = ClusterEndpoints(dispatcher, clock, drain)
+        self.app: ASGIApp = self._with_request_id(self._routes())
 
     def limits(self) -> ModelLimits:
         """What requests are checked against: the nodes' word once there was one, else the model folder's."""
@@ -105,8 +109,9 @@ class HttpApi:
     async def health(self, _request: Request) -> Response:
         """GET /health: 200 while some decode node takes requests."""
         registry = self._dispatcher.core.registry
-        if self.is_shutting_down:
-            return json_response({"status": "unavailable", "reasons": ["the router is shutting down"]}, 503)
+        if self.is_shutting_down or self.is_draining:
+            what = "shutting down" if self.is_shutting_down else "draining"
+            return json_response({"status": "unavailable", "reasons": [f"the router is {what}"]}, 503)
         warnings = [] if registry.has_candidate("prefill") else ["no prefill node: decode nodes prefill"]
         if registry.has_candidate("decode"):
             return json_response({"status": "ok", "warnings": warnings})
@@ -125,30 +130,6 @@ class HttpApi:
     async def metrics(self, _request: Request) -> Response:
         """GET /metrics."""
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def nodes(self, _request: Request) -> Response:
-        """GET /nodes."""
-        now_s = self._clock.now_s()
-        nodes = sorted(self._dispatcher.core.registry.nodes.values(), key=lambda node: node.node_id)
-        return json_response({"nodes": [_node_body(node, now_s) for node in nodes]})
-
-    async def audit(self, _request: Request) -> Response:
-        """GET /audit: 200 when nothing is held that should not be, else 503."""
-        num_in_flight = self._dispatcher.core.num_in_flight
-        replies, missing = await self._dispatcher.audit(AUDIT_TIMEOUT_S)
-        problems = [f"{node_id}: no answer within {AUDIT_TIMEOUT_S:g} s" for node_id in missing]
-        for node_id, reply in sorted(replies.items()):
-            problems += [f"{node_id}: {problem}" for problem in reply.problems]
-            num_held = reply.counts.get("requests", 0)
-            if num_held and not num_in_flight and not self._dispatcher.core.num_in_flight:
-                problems.append(f"{node_id}: holds {num_held} requests while the router has none")
-        body = {
-            "is_clean": not problems,
-            "problems": problems,
-            "router": {"requests_in_flight": self._dispatcher.core.num_in_flight},
-            "nodes": {node_id: {"counts": reply.counts, "problems": reply.problems} for node_id, reply in replies.items()},
-        }
-        return json_response(body, 503 if problems else 200)
 
     async def tokenize(self, _request: Request, body: bytes) -> Response:
         """POST /tokenize."""
@@ -200,8 +181,7 @@ class HttpApi:
                 Route("/health", self.health),
                 Route("/version", self.version),
                 Route("/metrics", self.metrics),
-                Route("/nodes", self.nodes),
-                Route("/audit", self.audit),
+                *self._cluster.routes(),
             ],
             exception_handlers={
                 InvalidInputError: self._on_invalid_input,
@@ -282,14 +262,39 @@ class HttpApi:
 
     async def _on_http_exception(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        messages = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not allowed at {request.url.path}"}
-        message = messages.get(error.status_code, error.detail)
+        message = error.detail
+        if message == http.HTTPStatus(error.status_code).phrase:  # the router's own; ours say more
+            texts = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not allowed at {request.url.path}"}
+            message = texts.get(error.status_code, message)
         response = self._error("http", error.status_code, message, error_type="invalid_request_error")
         response.headers.update(error.headers or {})
         return response
 
     async def _on_bug(self, _request: Request, error: Exception) -> Response:
         return self._error("internal", 500, f"internal error of the router: {type(error).__name__}", error_type="internal_error")
+
+    def _with_request_id(self, app: ASGIApp) -> ASGIApp:
+        """Honour X-Request-Id, or make one, and send it back with every answer."""
+
+        async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+            request_id = given if REQUEST_ID_PATTERN.fullmatch(given) else secrets.token_hex(16)
+            scope.setdefault("state", {})["request_id"] = request_id
+
+            async def send_with_id(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                    if self.is_draining:
+                        headers.append((b"connection", b"close"))
+                    message["headers"] = headers
+                await send(message)
+
+            await app(scope, receive, send_with_id)
+
+        return wrapped
 
     def _model_card(self) -> dict[str, object]:
         return {
@@ -301,45 +306,3 @@ class HttpApi:
             "parent": None,
             "max_model_len": self.limits().max_model_len,
         }
-
-
-def _node_body(node: NodeState, now_s: float) -> dict[str, object]:
-    return {
-        "node_id": node.node_id,
-        "role": node.role,
-        "status": node.status.value,
-        "is_draining": node.status is NodeStatus.DRAINING,
-        "down_reason": node.down_reason,
-        "uptime_s": round(now_s - node.registered_s, 3),
-        "heartbeat_age_s": round(now_s - node.last_heartbeat_s, 3),
-        "num_in_flight": len(node.in_flight) if node.is_connected else 0,
-        **{name: getattr(node.load, name) for name in node.load.__struct_fields__},
-        "max_num_seqs": node.max_num_seqs,
-        "num_blocks": node.num_blocks,
-        "connector": node.connector,
-        "model_name": node.model.model_name,
-        "dtype": node.model.dtype,
-        "generation": str(node.generation),
-        "metrics_address": node.metrics_address,
-    }
-
-
-def _with_request_id(app: ASGIApp) -> ASGIApp:
-    """Honour X-Request-Id, or make one, and send it back with every answer."""
-
-    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if REQUEST_ID_PATTERN.fullmatch(given) else secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = request_id
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-            await send(message)
-
-        await app(scope, receive, send_with_id)
-
-    return wrapped

@@ -78,7 +78,13 @@ class Generation:
     """All flows of one HTTP request. Deliveries wait in one queue, bounded by choices x max_tokens."""
 
     def __init__(
-        self, core: RouterCore, tokenizer: Tokenizer, limits: ModelLimits, plan: GenerationPlan, prompts: Sequence[Prompt]
+        self,
+        core: RouterCore,
+        tokenizer: Tokenizer,
+        limits: ModelLimits,
+        plan: GenerationPlan,
+        prompts: Sequence[Prompt],
+        client_request_id: str,
     ) -> None:
         """Raises InvalidInputError when the prompts do not fit, OverloadedError when there is no room; nothing runs yet."""
         self.plan = plan
@@ -101,6 +107,7 @@ class Generation:
                         sampling=sampling,
                         priority=plan.priority,
                         cache_salt=plan.cache_salt,
+                        client_request_id=client_request_id,
                     )
                 )
                 self.choices.append(
@@ -177,7 +184,8 @@ class GenerationEndpoints:
         answers = CompletionAnswers(
             f"cmpl-{request.state.request_id}", int(time.time()), limits.served_names[0], plan, self._tokenizer
         )
-        return await self._answer(request, Generation(self._core, self._tokenizer, limits, plan, prompts), answers)
+        generation = Generation(self._core, self._tokenizer, limits, plan, prompts, request.state.request_id)
+        return await self._answer(request, generation, answers)
 
     async def chat_completions(self, request: Request, body: bytes) -> Response:
         """POST /v1/chat/completions."""
@@ -195,7 +203,7 @@ class GenerationEndpoints:
         answers = ChatAnswers(
             f"chatcmpl-{request.state.request_id}", int(time.time()), limits.served_names[0], plan, self._tokenizer
         )
-        generation = Generation(self._core, self._tokenizer, limits, plan, [Prompt(token_ids, None)])
+        generation = Generation(self._core, self._tokenizer, limits, plan, [Prompt(token_ids, None)], request.state.request_id)
         return await self._answer(request, generation, answers)
 
     async def chat_token_ids(

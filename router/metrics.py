@@ -65,7 +65,9 @@ class RouterMetrics:
         self.local_prefill = counter("local_prefill_total", "Prefills left to a decode node", ("reason",))
         self.retries = counter("retries_total", "Dispatches that followed a fault", ("reason",))
         self.migrations = counter("migrations_total", "Requests that moved mid-stream", ("reason", "outcome"))
+        self.moved_tokens = counter("moved_tokens_total", "Known tokens of requests that moved, by source of KV", ("source",))
         self.admission_rejections = counter("admission_rejections_total", "Requests turned away at once", ("reason",))
+        self.wire_gaps = counter("wire_gaps_total", "Registrations ended because messages of the node were lost")
         self.wire_errors = counter("wire_errors_total", "Messages from nodes that could not be read")
 
     def watch_nodes(self, nodes: NodeRegistry, clock: Clock) -> None:

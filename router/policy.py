@@ -89,16 +89,26 @@ class Placer:
         )
         if reason:
             return Placement("", reason)
-        return Placement(self._choose("prefill", ()), "prefill")
+        return Placement(self._pick("prefill", self._registry.candidates("prefill")), "prefill")
 
-    def place_decode(self, avoided_node_ids: Collection[str] = ()) -> Placement:
-        """A decode node, one that is not avoided if there is any. Empty node_id: there is none at all."""
-        return Placement(self._choose("decode", avoided_node_ids))
+    def place_decode(self, avoided_node_ids: Collection[str] = (), *, is_suspect: bool = False) -> Placement:
+        """A decode node, one that is not avoided if there is any. Empty node_id: none may take it now, for `reason`.
 
-    def _choose(self, role: str, avoided_node_ids: Collection[str]) -> str:
-        nodes = self._registry.candidates(role)
+        is_suspect: nodes have died with this request, one more and it is given up. Such a request shares a node with no other
+        suspect, so that the next death tells which one it was, and is kept from the last living node while others are missing.
+        """
+        nodes = self._registry.candidates("decode")
         if not nodes:
-            return ""
+            return Placement("", "no_node")
+        if is_suspect:
+            if len(nodes) == 1 and self._registry.is_missing("decode"):
+                return Placement("", "last_node")
+            nodes = [node for node in nodes if not node.has_suspect]
+            if not nodes:
+                return Placement("", "other_suspect")
+        return Placement(self._pick("decode", nodes, avoided_node_ids))
+
+    def _pick(self, role: str, nodes: Sequence[NodeSnapshot], avoided_node_ids: Collection[str] = ()) -> str:
         preferred = [node for node in nodes if node.node_id not in avoided_node_ids]
         turn = self._num_decisions[role]
         self._num_decisions[role] += 1

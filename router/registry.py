@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from core.stats import EngineStats
-from core.wire.messages import PROTOCOL_VERSION, Heartbeat, ModelInfo, NodeLoad, Register
+from core.wire.messages import Heartbeat, ModelInfo, NodeLoad, Register
+from core.wire.numbering import PROTOCOL_VERSION, MessageNumbers
 
 ROLES = ("prefill", "decode")
 FORGET_AFTER_S = 600.0  # a node that is down stays listed this long, so that an operator sees it; then memory is given back
@@ -48,6 +49,9 @@ class NodeState:
     stats: EngineStats = field(default_factory=EngineStats)
     in_flight: dict[str, int] = field(default_factory=dict)
     num_in_flight_tokens: int = 0
+    numbers: MessageNumbers = field(default_factory=lambda: MessageNumbers(0))
+    suspects: set[str] = field(default_factory=set)  # wire ids in flight of requests that nodes have died with
+    drain_deadline_s: float | None = None  # set once it was told to drain: from then on its requests are handed over
 
     @property
     def is_connected(self) -> bool:
@@ -62,6 +66,7 @@ class NodeState:
             max_num_seqs=self.max_num_seqs,
             num_in_flight=len(self.in_flight),
             num_in_flight_tokens=self.num_in_flight_tokens,
+            has_suspect=bool(self.suspects),
             load=self.load,
         )
 
@@ -78,6 +83,7 @@ class NodeSnapshot:
     max_num_seqs: int
     num_in_flight: int = 0
     num_in_flight_tokens: int = 0
+    has_suspect: bool = False
     load: NodeLoad = field(default_factory=NodeLoad)
 
 
@@ -117,6 +123,7 @@ class NodeRegistry:
         if refusal := self._refusal(message, old):
             return Registration(refusal=refusal)
         lost: tuple[str, ...] = ()
+        drain_deadline_s = old.drain_deadline_s if old is not None and old.generation == message.generation else None
         is_repeated = (
             old is not None
             and old.is_connected
@@ -143,8 +150,11 @@ class NodeRegistry:
             connector=message.connector,
             metrics_address=message.metrics_address,
             registration_index=message.registration_index,
+            numbers=MessageNumbers(message.registration_index),
             registered_s=now_s,
             last_heartbeat_s=now_s,
+            status=NodeStatus.UP if drain_deadline_s is None else NodeStatus.DRAINING,
+            drain_deadline_s=drain_deadline_s,
         )
         return Registration(lost_request_ids=lost)
 
@@ -159,10 +169,10 @@ class NodeRegistry:
         node.load = message.load
         node.stats = message.stats
         before = node.status
-        if message.is_draining:
-            node.status = NodeStatus.DRAINING
-        elif message.load.step_age_s > self._step_stall_timeout_s:
+        if message.load.step_age_s > self._step_stall_timeout_s:
             node.status = NodeStatus.STALLED
+        elif message.is_draining or node.drain_deadline_s is not None:
+            node.status = NodeStatus.DRAINING
         else:
             node.status = NodeStatus.UP
         if node.status is before:
@@ -182,18 +192,29 @@ class NodeRegistry:
             del self._node_id_by_identity[node.identity]
         return tuple(node.in_flight)
 
-    def start_dispatch(self, node_id: str, wire_id: str, num_tokens: int) -> None:
+    def start_drain(self, node_id: str, deadline_s: float) -> None:
+        """From now on a connected node gets nothing new; after deadline_s what it still has may go elsewhere."""
+        node = self.nodes[node_id]
+        if node.drain_deadline_s is None:
+            node.drain_deadline_s = deadline_s
+        if node.status is NodeStatus.UP:
+            node.status = NodeStatus.DRAINING
+
+    def start_dispatch(self, node_id: str, wire_id: str, num_tokens: int, *, is_suspect: bool = False) -> None:
         """Count a dispatch against the node's load."""
         node = self.nodes[node_id]
         assert wire_id not in node.in_flight, f"{wire_id} was dispatched twice to {node_id}"
         node.in_flight[wire_id] = num_tokens
         node.num_in_flight_tokens += num_tokens
+        if is_suspect:
+            node.suspects.add(wire_id)
 
     def end_dispatch(self, node_id: str, wire_id: str) -> None:
         """The dispatch no longer counts. Safe to repeat, also after the node was replaced."""
         node = self.nodes.get(node_id)
         if node is not None:
             node.num_in_flight_tokens -= node.in_flight.pop(wire_id, 0)
+            node.suspects.discard(wire_id)
 
     def excuse_silence(self, now_s: float) -> None:
         """Start every connected node's heartbeat timeout anew."""
@@ -227,6 +248,21 @@ class NodeRegistry:
     def has_candidate(self, role: str) -> bool:
         """True when some node of the role may get new requests."""
         return any(node.role == role and node.status is NodeStatus.UP for node in self.nodes.values())
+
+    def is_missing(self, role: str) -> bool:
+        """True when some node of the role is known that should work and does not: it died or stalled, and may come back."""
+        return any(
+            node.role == role and node.status in (NodeStatus.DOWN, NodeStatus.STALLED) and node.drain_deadline_s is None
+            for node in self.nodes.values()
+        )
+
+    def overdue_drains(self, now_s: float) -> list[NodeState]:
+        """Draining nodes that still have requests although their time is over."""
+        return [
+            node
+            for node in self.connected()
+            if node.drain_deadline_s is not None and now_s >= node.drain_deadline_s and node.in_flight
+        ]
 
     def expired_node_ids(self, now_s: float) -> list[str]:
         """Nodes whose last heartbeat is older than the timeout."""

@@ -21,6 +21,7 @@ from router.policy import Placer
 
 RETRY_BACKOFF_S = 0.05
 MAX_RETRY_BACKOFF_S = 1.0
+SUSPECT_RETRY_S = 0.25
 NODE_RETRY_AFTER_S = 1.0  # what clients are told when no decode node is alive
 
 
@@ -33,16 +34,18 @@ class RequestSpec:
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    client_request_id: str = ""  # what the client calls it: shown to people, never an identity
 
 
 # -- actions -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send `message` to the node and count it against the node. reason: prefill, handoff, local_prefill or retry."""
+    """Send `message` to the node and count it against the node. reason: prefill, handoff, local_prefill, drain or retry."""
 
     node_id: str
     message: Generate
     reason: str
+    is_suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +86,12 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Something worth a metric: local_prefill(reason), retry(reason), migration(reason, outcome)."""
+    """Something worth a metric: local_prefill(reason), retry(reason), migration(reason, outcome), moved_tokens(source)."""
 
     what: str
     reason: str
     outcome: str = ""
+    amount: int = 1
 
 
 Action = Dispatch | Release | Deliver | Fail | Count
@@ -104,10 +108,15 @@ class FlowPhase(Enum):
 
 @dataclass(slots=True)
 class Attempt:
-    """The dispatch that is current. Updates that carry another wire id belong to an older one and are ignored."""
+    """The dispatch that is current. Updates that carry another wire id belong to an older one and are ignored.
+
+    num_moved_tokens: how many known tokens came along from a node that was lost or drained; 0 once their source is counted.
+    """
 
     wire_id: str
     node_id: str
+    num_moved_tokens: int = 0
+    num_cached_tokens: int = 0
     is_prefill_done: bool = False
 
 
@@ -115,9 +124,10 @@ class Attempt:
 class RequestFlow:
     """One request. Every input returns the actions that follow from it; after DONE all inputs return none.
 
-    A fault is a dispatch that ended without its answer because of the node; options.max_attempts faults end the request.
-    Handoff and prefill timeout are none. At most one dispatch per request is a prefill: content-addressed KV makes
-    whatever a failed one stored a prefix hit for the decode node. The decode node is chosen at handoff, not before.
+    A fault is a dispatch that ended without its answer because of the node; options.max_attempts faults end the request, and so
+    do options.max_node_deaths of nodes: it may be what kills them. Handoff, drain and prefill timeout are none. At most one
+    dispatch per request is a prefill: content-addressed KV makes whatever a failed one stored a prefix hit for the decode node.
+    The decode node is chosen at handoff, not before.
     """
 
     spec: RequestSpec
@@ -129,10 +139,12 @@ class RequestFlow:
     attempt: Attempt | None = None
     num_dispatches: int = 0
     num_faults: int = 0
+    num_node_deaths: int = 0
     num_cached_tokens: int = 0
     _phase_deadline_s: float | None = None  # PREFILL: prefill timeout; WAITING: node wait
     _retry_at_s: float = 0.0
     _has_tried_prefill: bool = False
+    _has_moved: bool = False  # lost or left its node since the last dispatch
     _faulty_node_ids: set[str] = field(default_factory=set)
     _last_fault: str = ""
     _moving_reason: str = ""  # set while a request with output tokens is between a lost decode node and its next token
@@ -152,6 +164,7 @@ class RequestFlow:
         num_known = len(self.output_token_ids)
         if update.token_ids and update.first_index > num_known:
             return self._fault("token_gap", f"{node_id} sent token {update.first_index} after token {num_known - 1}", now_s)
+        attempt.num_cached_tokens = max(attempt.num_cached_tokens, update.num_cached_tokens)
         actions = self._deliver(update)
         if self.phase is FlowPhase.DONE:
             return actions
@@ -172,7 +185,21 @@ class RequestFlow:
         """The node died, stalled or forgot its requests. reason is for people."""
         if self.attempt is None or self.attempt.node_id != node_id:
             return []
+        self.num_node_deaths += 1
         return self._fault("node_down", f"{node_id} {reason}", now_s)
+
+    def on_drain_overdue(self, node_id: str, now_s: float) -> list[Action]:
+        """The node wants to leave and has waited long enough: go on at another one, if there is any."""
+        if self.attempt is None or self.attempt.node_id != node_id or not self.placer.has_decode_node():
+            return []
+        actions: list[Action] = []
+        if self.phase is FlowPhase.PREFILL:
+            actions.append(Count("local_prefill", "drain"))
+        elif self.output_token_ids:
+            self._moving_reason = "drain"
+        self._has_moved = True
+        actions.append(self._release(must_abort=True))
+        return actions + self._place_decode("drain", now_s)
 
     def on_node_available(self, now_s: float) -> list[Action]:
         """A node registered or recovered: waiting requests try again."""
@@ -210,6 +237,11 @@ class RequestFlow:
         return self.phase is FlowPhase.DONE
 
     @property
+    def is_suspect(self) -> bool:
+        """True when one more node's death ends it: until then it is not trusted with just any node."""
+        return 0 < self.options.max_node_deaths - 1 <= self.num_node_deaths
+
+    @property
     def deadline_s(self) -> float:
         """When the request must have ended."""
         return self.arrival_s + self.options.request_timeout_s
@@ -243,10 +275,7 @@ class RequestFlow:
             finish_reason = "stop"
         elif is_full or (update.finish_reason == "length" and self.phase is FlowPhase.DECODE):
             finish_reason = "length"
-        actions: list[Action] = []
-        if token_ids and self._moving_reason:
-            actions.append(Count("migration", self._moving_reason, "resumed"))
-            self._moving_reason = ""
+        actions: list[Action] = self._count_move() if token_ids else []
         if token_ids or finish_reason or prompt_logprobs is not None:
             actions.append(
                 Deliver(
@@ -261,6 +290,19 @@ class RequestFlow:
             )
         if finish_reason:
             return self._end(actions, must_abort=not update.finish_reason)
+        return actions
+
+    def _count_move(self) -> list[Action]:
+        """The first token after a move: where did the KV of what was known before come from?"""
+        actions: list[Action] = []
+        if self._moving_reason:
+            actions.append(Count("migration", self._moving_reason, "resumed"))
+            self._moving_reason = ""
+        if self.attempt is not None and (num_moved := self.attempt.num_moved_tokens):
+            num_cached = min(self.attempt.num_cached_tokens, num_moved)
+            actions.append(Count("moved_tokens", "cached", amount=num_cached))
+            actions.append(Count("moved_tokens", "recomputed", amount=num_moved - num_cached))
+            self.attempt.num_moved_tokens = 0
         return actions
 
     def _take_prompt_logprobs(self, update: RequestUpdate) -> tuple[TokenLogprob, ...] | None:
@@ -287,9 +329,9 @@ class RequestFlow:
         return [self._dispatch(placement.node_id, "prefill", "prefill", now_s)]
 
     def _place_decode(self, reason: str, now_s: float) -> list[Action]:
-        placement = self.placer.place_decode(self._faulty_node_ids)
+        placement = self.placer.place_decode(self._faulty_node_ids, is_suspect=self.is_suspect)
         if not placement.node_id:
-            return self._wait_for_node(now_s)
+            return self._wait_for_node(placement.reason, now_s)
         if placement.node_id in self._faulty_node_ids and not self._retry_at_s:
             # Only nodes that failed this request are left: a pause keeps a node that refuses at once from using up all attempts.
             self.phase = FlowPhase.WAITING
@@ -301,7 +343,12 @@ class RequestFlow:
         self._retry_at_s = 0.0
         return [self._dispatch(placement.node_id, "decode", reason, now_s)]
 
-    def _wait_for_node(self, now_s: float) -> list[Action]:
+    def _wait_for_node(self, reason: str, now_s: float) -> list[Action]:
+        if reason == "other_suspect":  # it will end or be cleared: no node is missing, so only the request's deadline counts
+            self.phase = FlowPhase.WAITING
+            self._phase_deadline_s = None
+            self._retry_at_s = now_s + SUSPECT_RETRY_S
+            return []
         if self.phase is not FlowPhase.WAITING or self._phase_deadline_s is None:
             self.phase = FlowPhase.WAITING
             self._phase_deadline_s = now_s + self.options.node_wait_s
@@ -309,12 +356,17 @@ class RequestFlow:
         if now_s < self._phase_deadline_s:
             return []
         what = f"no decode node is alive (waited {self.options.node_wait_s:g} s)"
+        if reason == "last_node":
+            what = f"{self.num_node_deaths} nodes died with this request, and only one decode node is alive"
         return self._fail("no_decode_node", self._with_last_fault(what), 503, NODE_RETRY_AFTER_S)
 
     def _dispatch(self, node_id: str, stage: str, reason: str, now_s: float) -> Dispatch:
         assert self.attempt is None, "a request has one dispatch at a time"
         self.num_dispatches += 1
-        self.attempt = Attempt(f"{self.spec.request_id}.{self.num_dispatches}", node_id)
+        num_known_tokens = len(self.spec.prompt_token_ids) + len(self.output_token_ids)
+        num_moved_tokens = num_known_tokens if self._has_moved else 0
+        self._has_moved = False
+        self.attempt = Attempt(f"{self.spec.request_id}.{self.num_dispatches}", node_id, num_moved_tokens)
         if not self._are_prompt_logprobs_delivered:
             self._prompt_logprobs.clear()  # an unfinished set of an earlier dispatch: this one computes them all
         sampling = self.spec.sampling
@@ -331,12 +383,13 @@ class RequestFlow:
             priority=self.spec.priority,
             cache_salt=self.spec.cache_salt,
         )
-        return Dispatch(node_id, message, reason)
+        return Dispatch(node_id, message, reason, self.is_suspect)
 
     # -- faults and ends -----------------------------------------------------------------------------------------------
     def _fault(self, reason: str, detail: str, now_s: float) -> list[Action]:
         assert self.attempt is not None
         self.num_faults += 1
+        self._has_moved = True
         self._last_fault = detail
         self._faulty_node_ids.add(self.attempt.node_id)
         actions: list[Action] = []
@@ -348,6 +401,9 @@ class RequestFlow:
         if self.num_faults >= self.options.max_attempts:
             what = f"gave up after {self.num_faults} failed attempts"
             return actions + self._fail("too_many_attempts", self._with_last_fault(what), 500)
+        if self.num_node_deaths >= self.options.max_node_deaths:
+            what = f"gave up: {self.num_node_deaths} nodes died while they had this request, which may be the cause"
+            return actions + self._fail("too_many_node_deaths", self._with_last_fault(what), 500)
         actions.append(Count("retry", reason))
         return actions + self._place_decode("retry", now_s)
 

@@ -17,6 +17,7 @@ from core.wire.messages import (
     Abort,
     AuditReply,
     AuditRequest,
+    Drain,
     Heartbeat,
     NodeMessage,
     Ping,
@@ -25,7 +26,10 @@ from core.wire.messages import (
     RegisterReply,
     RouterMessage,
     Updates,
+    decode_node_message,
+    encode,
 )
+from core.wire.numbering import Arrival
 from router.metrics import RouterMetrics
 from router.policy import Placer
 from router.registry import HeartbeatOutcome, NodeRegistry, NodeState
@@ -37,8 +41,8 @@ OVERLOADED_RETRY_AFTER_S = 1.0
 
 # Takes a flow's deliveries in order; Fail or a Deliver with a finish_reason is the last. Must not raise and not call back.
 Sink = Callable[[Deliver | Fail], None]
-# (identity, message) -> False when the peer is gone
-Send = Callable[[bytes, RouterMessage], bool]
+# (identity, frame) -> False when the peer is gone
+Send = Callable[[bytes, bytes], bool]
 
 
 @dataclass(slots=True)
@@ -132,13 +136,27 @@ class RouterCore:
         self._handle_lost()
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
+    def receive(self, identity: bytes, frame: bytes) -> None:
+        """Take one frame from a node. Raises WireError for what is no message."""
+        place, message = decode_node_message(frame)
+        node = self.registry.node_of(identity)
+        if node is not None and not isinstance(message, Register):
+            arrival = node.numbers.receive(place)
+            if arrival is Arrival.OLD:
+                return
+            if arrival is Arrival.GAP:
+                self._metrics.wire_gaps.inc()
+                self._lost.append((node.node_id, "messages were lost on the way"))
+                self._handle_lost()  # from now on the identity is unknown, so that the node is asked to register again
+        self.handle_message(identity, message)
+
     def handle_message(self, identity: bytes, message: NodeMessage) -> None:
-        """Take one message from a node."""
+        """Take one message from a node, whose place among the others was checked."""
         now_s = self._clock.now_s()
         if isinstance(message, Updates):
             node = self.registry.node_of(identity)
             if node is None:
-                self._send_to(identity, RegisterAgain())
+                self._send_outside(identity, RegisterAgain())
             else:
                 self._handle_updates(node, message, now_s)
         elif isinstance(message, Heartbeat):
@@ -164,7 +182,29 @@ class RouterCore:
         for tracked in list(self._tracked.values()):
             if now_s >= tracked.flow.next_deadline_s:
                 self._guarded(tracked, lambda flow: flow.on_time(now_s))
+        for node in self.registry.overdue_drains(now_s):
+            for tracked in self._tracked_of(list(node.in_flight)):
+                self._guarded(tracked, lambda flow, node_id=node.node_id: flow.on_drain_overdue(node_id, now_s))  # type: ignore[misc]
         self._handle_lost()
+
+    def drain(self, node_id: str) -> bool:
+        """Let a node finish what it has and leave; what takes longer than drain_timeout_s goes on elsewhere.
+
+        Safe to repeat. False when no such node is connected.
+        """
+        node = self.registry.nodes.get(node_id)
+        if node is None or not node.is_connected:
+            return False
+        logger.info("node %s drains: %d requests in flight", node_id, len(node.in_flight))
+        self.registry.start_drain(node_id, self._clock.now_s() + self._options.drain_timeout_s)
+        self._send(node, Drain())
+        self._handle_lost()
+        return True
+
+    def list_requests(self) -> list[dict[str, object]]:
+        """Every request in flight, oldest first, for people and tools."""
+        now_s = self._clock.now_s()
+        return [_request_body(tracked.flow, now_s) for tracked in self._tracked.values()]
 
     def ping_all(self) -> None:
         """Find out which nodes are gone by sending to each."""
@@ -186,7 +226,7 @@ class RouterCore:
     def _handle_register(self, identity: bytes, message: Register, now_s: float) -> None:
         outcome = self.registry.register(message, identity, now_s)
         interval_s = self._options.heartbeat_interval_s
-        self._send_to(identity, RegisterReply(outcome.refusal, interval_s))
+        self._send_outside(identity, RegisterReply(outcome.refusal, interval_s, message.registration_index))
         if outcome.refusal:
             logger.warning("refused node %s: %s", message.node_id, outcome.refusal)
             return
@@ -195,17 +235,22 @@ class RouterCore:
         if others:  # allowed, but it computes again what the others have
             logger.warning("node %s has the store %s, others %s", message.node_id, message.connector, ", ".join(sorted(others)))
         self._fail_over(message.node_id, outcome.lost_request_ids, "registered again without its requests", now_s)
+        if self.registry.nodes[message.node_id].drain_deadline_s is not None:
+            self._send(self.registry.nodes[message.node_id], Drain())  # the first one may have been lost
         self._node_became_available(now_s)
 
     def _handle_heartbeat(self, identity: bytes, message: Heartbeat, now_s: float) -> None:
         outcome = self.registry.heartbeat(message, identity, now_s)
         if outcome is HeartbeatOutcome.UNKNOWN:
-            self._send_to(identity, RegisterAgain())
-        elif outcome is HeartbeatOutcome.SUPERSEDED:
+            self._send_outside(identity, RegisterAgain())
+            return
+        if outcome is HeartbeatOutcome.SUPERSEDED:
             # The two processes may share a socket identity; then an answer would reach the newer one.
             if self.registry.node_of(identity) is None:
-                self._send_to(identity, RegisterReply(f"node_id: {message.node_id} was taken over by a newer process"))
-        elif outcome is HeartbeatOutcome.STALLED:
+                self._send_outside(identity, RegisterAgain())  # which is then refused, with the reason
+            return
+        self._send(self.registry.nodes[message.node_id], Ping())
+        if outcome is HeartbeatOutcome.STALLED:
             logger.warning("node %s is stalled: its last step ended %.1f s ago", message.node_id, message.load.step_age_s)
             in_flight = tuple(self.registry.nodes[message.node_id].in_flight)
             self._fail_over(message.node_id, in_flight, f"made no step for {message.load.step_age_s:.1f} s", now_s)
@@ -225,10 +270,12 @@ class RouterCore:
                 self._guarded(tracked, lambda flow: flow.on_node_available(now_s))
 
     def _fail_over(self, node_id: str, wire_ids: Sequence[str], reason: str, now_s: float) -> None:
-        for wire_id in wire_ids:
-            tracked = self._tracked.get(wire_id.rpartition(".")[0])
-            if tracked is not None:
-                self._guarded(tracked, lambda flow: flow.on_node_lost(node_id, reason, now_s))
+        for tracked in self._tracked_of(wire_ids):
+            self._guarded(tracked, lambda flow: flow.on_node_lost(node_id, reason, now_s))
+
+    def _tracked_of(self, wire_ids: Iterable[str]) -> list[_Tracked]:
+        found = (self._tracked.get(wire_id.rpartition(".")[0]) for wire_id in wire_ids)
+        return [tracked for tracked in found if tracked is not None]
 
     def _handle_lost(self) -> None:
         """Mark nodes down that were found gone. At the end of every input: failing over sends, which may find more."""
@@ -239,6 +286,9 @@ class RouterCore:
             while self._lost:
                 node_id, reason = self._lost.pop(0)
                 if node_id in self.registry.nodes and self.registry.nodes[node_id].is_connected:
+                    node = self.registry.nodes[node_id]
+                    if node.drain_deadline_s is not None and not node.in_flight:
+                        reason = "drained"
                     logger.warning("node %s is down: %s", node_id, reason)
                     wire_ids = self.registry.mark_down(node_id, reason)
                     for round_ in self.audits.values():
@@ -286,7 +336,7 @@ class RouterCore:
     def _dispatch(self, tracked: _Tracked, action: Dispatch) -> None:
         message = action.message
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
-        self.registry.start_dispatch(action.node_id, message.request_id, num_tokens)
+        self.registry.start_dispatch(action.node_id, message.request_id, num_tokens, is_suspect=action.is_suspect)
         self._metrics.routed_requests.labels(self._options.policy, action.node_id, action.reason).inc()
         now_s = self._clock.now_s()
         if tracked.first_dispatch_s is None:
@@ -296,8 +346,11 @@ class RouterCore:
         self._send(self.registry.nodes[action.node_id], message)
 
     def _send(self, node: NodeState, message: RouterMessage) -> None:
-        if not self._send_to(node.identity, message):
+        if not self._send_to(node.identity, encode(message, node.numbers.next_place())):
             self._lost.append((node.node_id, "connection closed"))
+
+    def _send_outside(self, identity: bytes, message: RegisterReply | RegisterAgain) -> None:
+        self._send_to(identity, encode(message))
 
     def _count(self, action: Count) -> None:
         match action.what:
@@ -307,6 +360,8 @@ class RouterCore:
                 self._metrics.retries.labels(action.reason).inc()
             case "migration":
                 self._metrics.migrations.labels(action.reason, action.outcome).inc()
+            case "moved_tokens":
+                self._metrics.moved_tokens.labels(action.reason).inc(action.amount)
             case _:
                 raise AssertionError(f"no metric for {action.what}")
 
@@ -340,3 +395,18 @@ class RouterCore:
             self._metrics.decode_time.observe(tracked.last_token_s - tracked.first_token_s)
             if num_tokens > 1:
                 self._metrics.time_per_output_token.observe((tracked.last_token_s - tracked.first_token_s) / (num_tokens - 1))
+
+
+def _request_body(flow: RequestFlow, now_s: float) -> dict[str, object]:
+    return {
+        "request_id": flow.spec.client_request_id,
+        "router_request_id": flow.spec.request_id,
+        "phase": flow.phase.value,
+        "node_id": flow.attempt.node_id if flow.attempt is not None else "",
+        "age_s": round(now_s - flow.arrival_s, 3),
+        "num_prompt_tokens": len(flow.spec.prompt_token_ids),
+        "num_output_tokens": len(flow.output_token_ids),
+        "num_dispatches": flow.num_dispatches,
+        "num_faults": flow.num_faults,
+        "num_node_deaths": flow.num_node_deaths,
+    }

@@ -33,6 +33,7 @@ logger = logging.getLogger("kvrelay.router")
 EXIT_OK, EXIT_FAILED = 0, 1
 LISTEN_BACKLOG = 2048
 SHUTDOWN_GRACE_S = 3.0  # running requests may end in this time, then they fail with a message
+KEEP_ALIVE_GOODBYE_S = 1.0  # a draining router answers so long with "connection: close" before it closes idle connections
 SHUTDOWN_LIMIT_S = 6  # then connections are cut, whatever they do
 
 
@@ -61,13 +62,14 @@ async def _serve(config: Config) -> int:
         try:
             control_port = dispatcher.bind(options.host, options.control_port or http_port + 1)
             dispatcher.start()
-            api = HttpApi(options, clock, model, tokenizer, chat_template, dispatcher, metrics)
+            leave = asyncio.Event()
+            api = HttpApi(options, clock, model, tokenizer, chat_template, dispatcher, metrics, leave.set)
             print(
                 f"kvrelay router: serving {model.names[0]} at http://{options.host}:{http_port}, "
                 f"nodes register at {options.host}:{control_port}",
                 flush=True,
             )
-            await _serve_http(api, dispatcher, http_socket)
+            await _serve_http(api, dispatcher, http_socket, leave)
             return EXIT_FAILED if dispatcher.has_broken.is_set() else EXIT_OK
         finally:
             await dispatcher.stop()
@@ -76,7 +78,9 @@ async def _serve(config: Config) -> int:
 
 
 def bind_http(options: RouterOptions) -> socket.socket:
-    """A listening socket at the HTTP address. Raises ConfigError when it cannot be had."""
+    """A listening socket at the HTTP address, or the inherited one. Raises ConfigError when it cannot be had."""
+    if options.http_fd >= 0:
+        return _inherited_socket(options.http_fd)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         http_socket = socket.socket(family, kind, protocol)
@@ -91,6 +95,18 @@ def bind_http(options: RouterOptions) -> socket.socket:
         raise ConfigError("router.port", options.port, f"a free port of {options.host} ({error.strerror})") from error
     http_socket.setblocking(False)
     return http_socket
+
+
+def _inherited_socket(descriptor: int) -> socket.socket:
+    try:
+        inherited = socket.socket(fileno=descriptor)
+        is_listening = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+    except OSError as error:
+        raise ConfigError("router.http_fd", descriptor, f"the descriptor of a listening socket ({error.strerror})") from error
+    if not is_listening:
+        raise ConfigError("router.http_fd", descriptor, "the descriptor of a listening socket")
+    inherited.setblocking(False)
+    return inherited
 
 
 def read_served_model(options: ModelOptions, folder: Path, tokenizer: Tokenizer) -> ServedModel:
@@ -118,7 +134,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve_http(api: HttpApi, dispatcher: Dispatcher, http_socket: socket.socket) -> None:
+async def _serve_http(api: HttpApi, dispatcher: Dispatcher, http_socket: socket.socket, leave: asyncio.Event) -> None:
+    """Serve until a signal (short grace, then errors) or until `leave` is set (everything accepted is answered first)."""
     server = _Server(
         uvicorn.Config(
             api.app,
@@ -145,13 +162,22 @@ async def _serve_http(api: HttpApi, dispatcher: Dispatcher, http_socket: socket.
         await dispatcher.has_broken.wait()
         stop()
 
-    watcher = asyncio.create_task(stop_when_broken())
+    async def drain_when_asked() -> None:
+        await leave.wait()
+        logger.info("draining: %d requests in flight", dispatcher.core.num_in_flight)
+        api.is_draining = True
+        await asyncio.sleep(KEEP_ALIVE_GOODBYE_S)
+        server.config.timeout_graceful_shutdown = None
+        server.should_exit = True
+
+    watchers = [asyncio.create_task(stop_when_broken()), asyncio.create_task(drain_when_asked())]
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     try:
         await server.serve(sockets=[http_socket])
     finally:
-        watcher.cancel()
+        for watcher in watchers:
+            watcher.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 

@@ -12,8 +12,7 @@ from core.errors import WireError
 from core.sampling_params import SamplingParams
 from core.stats import EngineStats
 from core.step import TokenLogprob
-
-PROTOCOL_VERSION = 1
+from core.wire.numbering import OUTSIDE, PROTOCOL_VERSION, Place, add_header, split_header
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,10 +107,14 @@ class AuditReply(msgspec.Struct, tag="audit_reply", frozen=True, kw_only=True):
 
 # -- router to node ----------------------------------------------------------------------------------------------------
 class RegisterReply(msgspec.Struct, tag="register_reply", frozen=True):
-    """Answer to Register: refusal is empty when accepted, else it says why, and the node ends with that message."""
+    """Answer to Register: refusal is empty when accepted, else it says why, and the node ends with that message.
+
+    registration_index: of the Register that is answered; an answer to an earlier one is void.
+    """
 
     refusal: str = ""
     heartbeat_interval_s: float = 0.5
+    registration_index: int = 0
 
 
 class RegisterAgain(msgspec.Struct, tag="register_again", frozen=True):
@@ -153,7 +156,8 @@ class Drain(msgspec.Struct, tag="drain", frozen=True):
 
 
 class Ping(msgspec.Struct, tag="ping", frozen=True):
-    """Asks for nothing: sending it tells the sender whether the connection still exists."""
+    """Asks for nothing. Sending it tells the sender whether the connection still exists; sent after every heartbeat, it tells
+    the node by its number whether something before it was lost."""
 
 
 NodeMessage = Register | Heartbeat | Updates | AuditReply
@@ -164,22 +168,24 @@ _node_decoder = msgspec.msgpack.Decoder(NodeMessage)
 _router_decoder = msgspec.msgpack.Decoder(RouterMessage)
 
 
-def encode(message: NodeMessage | RouterMessage) -> bytes:
-    """Message to bytes."""
-    return _encoder.encode(message)
+def encode(message: NodeMessage | RouterMessage, place: Place = OUTSIDE) -> bytes:
+    """Message to frame."""
+    return add_header(place, _encoder.encode(message))
 
 
-def decode_node_message(payload: bytes) -> NodeMessage:
-    """Bytes from a node to a message. Raises WireError, whatever the bytes are."""
+def decode_node_message(frame: bytes) -> tuple[Place, NodeMessage]:
+    """Frame from a node to a message. Raises WireError, whatever the bytes are."""
+    place, payload = split_header(frame)
     try:
-        return _node_decoder.decode(payload)
+        return place, _node_decoder.decode(payload)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise WireError(f"not a message of a node (protocol {PROTOCOL_VERSION}): {error}") from error
 
 
-def decode_router_message(payload: bytes) -> RouterMessage:
-    """Bytes from the router to a message. Raises WireError, whatever the bytes are."""
+def decode_router_message(frame: bytes) -> tuple[Place, RouterMessage]:
+    """Frame from the router to a message. Raises WireError, whatever the bytes are."""
+    place, payload = split_header(frame)
     try:
-        return _router_decoder.decode(payload)
+        return place, _router_decoder.decode(payload)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise WireError(f"not a message of the router (protocol {PROTOCOL_VERSION}): {error}") from error

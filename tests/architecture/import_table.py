@@ -16,7 +16,7 @@ VALUES = (  # the first row: values, configuration, rendering
     "core.sampling_params",
     "core.model_files",
 )
-NODE_SHELL = ("core.node", "core.node_link")  # the process around an engine
+NODE_SHELL = ("core.node", "core.node_link", "core.node_session")  # the process around an engine
 VALUES_OUTSIDE = frozenset({"msgspec", "yaml", "prometheus_client"})
 ANYTHING_OF_OURS = ("core", "connectors", "router", "prefill_node", "decode_node", "deploy", "bench", "tests")
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from core.config import EngineOptions, RouterOptions
 from core.sampling_params import SamplingParams
-from core.wire import messages
 from router.metrics import RouterMetrics
 from router.request_flow import Deliver, Fail, RequestSpec
 from router.router_core import RouterCore
@@ -158,8 +157,8 @@ class SimCluster:
     def _connect(self, node: SimNode, to_node: object, on_node_end_closed: object) -> Link:
         identity = f"{node.name}:{node.generation:x}".encode()
 
-        def receive(payload: bytes) -> None:
-            self.router.handle_message(identity, messages.decode_node_message(payload))
+        def receive(frame: bytes) -> None:
+            self.router.receive(identity, frame)
 
         def closed() -> None:
             if self._links.get(identity) is link:
@@ -171,11 +170,11 @@ class SimCluster:
         self._links[identity] = link
         return link
 
-    def _send(self, identity: bytes, message: messages.RouterMessage) -> bool:
+    def _send(self, identity: bytes, frame: bytes) -> bool:
         link = self._links.get(identity)
         if link is None or link.is_known_closed_to_router:
             return False
-        link.send("to_node", messages.encode(message))
+        link.send("to_node", frame)
         return True
 
     def _tick(self) -> None:

@@ -8,6 +8,7 @@ from core.config import EngineOptions
 from core.engine import EngineCore
 from core.kv.pool_memory import KVPoolMemory
 from core.node_core import NodeCore, NodeIdentity, model_info
+from core.node_session import NodeSession
 from core.wire import messages
 from tests.simulation.sim_store import SimConnector, SimStore
 from tests.simulation.world import Link, World
@@ -35,11 +36,7 @@ class SimNode:
         self.num_steps = 0
         self.connector = SimConnector(world, store)
         self._connect_to_router = connect
-        self._num_blocks = num_blocks
-        self._role = role
         self._link: Link | None = None
-        self._is_registered = False
-        self._registration_index = 0
         self._is_step_scheduled = False
         self._stalled_until_s = 0.0
         self._inbox: list[messages.RouterMessage] = []
@@ -49,6 +46,16 @@ class SimNode:
         self._model = fake_model(options.block_size, MAX_MODEL_LEN)
         engine = EngineCore(options, self._model, num_blocks, self.runner, self.connector, world)
         self.core = NodeCore(NodeIdentity(name, role, self.generation), engine)
+        registration = messages.Register(
+            node_id=name,
+            role=role,
+            generation=self.generation,
+            model=model_info("fake", self._model),
+            max_num_seqs=options.max_num_seqs,
+            num_blocks=num_blocks,
+            connector="simulated",
+        )
+        self._session = NodeSession(registration)
         self._connect()
         self._beat()
 
@@ -100,59 +107,38 @@ class SimNode:
 
     def _connection_closed(self) -> None:
         def notice() -> None:
-            self._forget_registration()
+            self._command(self._session.start_over())
             self._later(RECONNECT_S, self._connect)
 
         self._later(0.0, notice)
 
-    def _forget_registration(self) -> None:
-        """As core/node_link does it."""
-        if self._is_registered:
-            self._is_registered = False
-            self._registration_index += 1
-            self._inbox.append(messages.RegisterAgain())
-            self._schedule_step(0.0)
-
     def _register(self, link: Link) -> None:
-        if self._is_registered or link is not self._link or not link.is_open:
+        if self._session.is_registered or link is not self._link or not link.is_open:
             return
-        self._send(
-            messages.Register(
-                node_id=self.name,
-                role=self._role,
-                generation=self.generation,
-                model=model_info("fake", self._model),
-                max_num_seqs=self.core.engine.options.max_num_seqs,
-                num_blocks=self._num_blocks,
-                connector="simulated",
-                registration_index=self._registration_index,
-            )
-        )
+        link.send("to_router", self._session.register())
         self._later(REGISTER_RETRY_S, lambda: self._register(link))
 
     def _beat(self) -> None:
-        if self._is_registered:
-            self._send(self.core.heartbeat())
+        self._send(self.core.heartbeat())
         self._later(HEARTBEAT_INTERVAL_S, self._beat)
 
     def _send(self, message: messages.NodeMessage) -> None:
-        if self._link is not None:
-            self._link.send("to_router", messages.encode(message))
+        if self._link is not None and (frame := self._session.pack(message)) is not None:
+            self._link.send("to_router", frame)
 
-    def _receive(self, payload: bytes) -> None:
-        message = messages.decode_router_message(payload)
-        self._later(0.0, lambda: self._handle(message))
+    def _receive(self, frame: bytes) -> None:
+        self._later(0.0, lambda: self._handle(frame))
 
-    def _handle(self, message: messages.RouterMessage) -> None:
-        if isinstance(message, messages.RegisterReply):
-            assert not message.refusal, message.refusal
-            self._is_registered = True
-        elif isinstance(message, messages.RegisterAgain):
-            self._forget_registration()
-            if self._link is not None and self._link.is_open:
-                self._register(self._link)
-        elif not isinstance(message, messages.Ping):
-            self._inbox.append(message)
+    def _handle(self, frame: bytes) -> None:
+        was_registered = self._session.is_registered
+        self._command(self._session.receive(frame))
+        assert not self._session.refusal, self._session.refusal
+        if was_registered and not self._session.is_registered and self._link is not None:
+            self._register(self._link)
+
+    def _command(self, commands: list[messages.RouterMessage]) -> None:
+        self._inbox += commands
+        if commands:
             self._schedule_step(0.0)
 
     def _schedule_step(self, delay_s: float) -> None:

@@ -70,6 +70,11 @@ class ClusterClient:
         except httpx.TransportError:
             return ""
 
+    def requests(self) -> list[dict[str, Any]]:
+        """What GET /requests lists."""
+        listed: list[dict[str, Any]] = self.http.get("/requests").json()["requests"]
+        return listed
+
     def audit(self) -> dict[str, Any]:
         """What GET /audit answers."""
         answer: dict[str, Any] = self.http.get("/audit").json()

@@ -15,6 +15,7 @@ from core.kv.pool_memory import KVPoolMemory
 from core.node import NodeServer
 from core.sampling_params import SamplingParams
 from core.wire import messages
+from core.wire.numbering import OUTSIDE, MessageNumbers, Place, add_header
 from core.wire.sockets import configure_router_socket
 from tests.support.fake_runner import FakeRunner, fake_layout, fake_model, oracle_tokens
 from tests.support.memory_connector import MemoryConnector
@@ -41,6 +42,7 @@ class NodeUnderTest:
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
         self.identity = b""
+        self.numbers = MessageNumbers(0)
 
     def _run(self) -> None:
         self.exit_code = self.node.run()
@@ -51,7 +53,8 @@ class NodeUnderTest:
         while time.monotonic() < end_s:
             if self.socket.poll(100):
                 self.identity, payload = self.socket.recv_multipart()
-                message = messages.decode_node_message(payload)
+                place, message = messages.decode_node_message(payload)
+                assert place == OUTSIDE if isinstance(message, messages.Register) else place.number > 0
                 if isinstance(message, kind):
                     return message
         raise AssertionError(f"no {kind.__name__} came")
@@ -67,11 +70,16 @@ class NodeUnderTest:
         return tokens
 
     def send(self, message: messages.RouterMessage) -> None:
-        self.socket.send_multipart([self.identity, messages.encode(message)])
+        self.send_at(self.numbers.next_place(), message)
+
+    def send_at(self, place: Place, message: messages.RouterMessage) -> None:
+        self.socket.send_multipart([self.identity, messages.encode(message, place)])
 
     def register(self) -> messages.Register:
         registration = self.wait_for(messages.Register)
-        self.send(messages.RegisterReply(heartbeat_interval_s=0.05))
+        index = registration.registration_index
+        self.numbers = MessageNumbers(index)
+        self.send_at(OUTSIDE, messages.RegisterReply(heartbeat_interval_s=0.05, registration_index=index))
         return registration
 
     def audit(self) -> messages.AuditReply:
@@ -148,7 +156,16 @@ def test_node_bad_request_is_refused_with_the_reason(node: NodeUnderTest) -> Non
 
 def test_node_garbage_on_the_wire_is_ignored(node: NodeUnderTest) -> None:
     node.register()
-    for payload in (b"", b"\x00", b"\xff" * 100, b"\x81\xa4type\xa4evil", messages.encode(messages.Ping())[:-1]):
+    place = node.numbers.next_place()
+    garbage = (
+        b"",
+        b"\x00",
+        b"\xff" * 100,
+        add_header(place, b"\x81\xa4type\xa4evil"),
+        messages.encode(messages.Ping(), place)[:-1],
+    )
+    node.numbers = MessageNumbers(0)  # garbage does not count
+    for payload in garbage:
         node.socket.send_multipart([node.identity, payload])
     node.send(_generate("a"))
     assert len(node.wait_for_tokens("a", 5)) == 5
@@ -158,9 +175,30 @@ def test_node_forgotten_by_router_drops_requests_and_registers_again(node: NodeU
     first = node.register()
     node.send(_generate("a", max_tokens=240))
     node.wait_for_tokens("a", 1)
-    node.send(messages.RegisterAgain())
+    node.send_at(OUTSIDE, messages.RegisterAgain())
     second = node.register()
     assert second.generation == first.generation
+    assert node.audit().counts["requests"] == 0
+
+
+def test_node_message_repeated_or_late_is_ignored(node: NodeUnderTest) -> None:
+    node.register()
+    place = node.numbers.next_place()
+    for _ in range(3):
+        node.send_at(place, _generate("a"))
+    assert node.wait_for_tokens("a", 5) == oracle_tokens([1, 2, 3, 4, 5, 6], 5)
+    node.send_at(Place(7, 2), _generate("of another registration"))
+    assert node.audit().counts["requests"] == 0
+
+
+def test_node_message_lost_on_the_way_drops_requests_and_registers_anew(node: NodeUnderTest) -> None:
+    first = node.register()
+    node.send(_generate("a", max_tokens=240))
+    node.wait_for_tokens("a", 1)
+    node.numbers.next_place()  # a message that never arrives
+    node.send(messages.Ping())
+    second = node.register()
+    assert second.registration_index == first.registration_index + 1
     assert node.audit().counts["requests"] == 0
 
 
@@ -211,6 +249,6 @@ def test_node_drained_finishes_what_runs_then_ends(node: NodeUnderTest) -> None:
 
 def test_node_refused_ends_with_exit_code_one(node: NodeUnderTest) -> None:
     node.wait_for(messages.Register)
-    node.send(messages.RegisterReply(refusal="another model"))
+    node.send_at(OUTSIDE, messages.RegisterReply(refusal="another model"))
     node.thread.join(DEADLINE_S)
     assert node.exit_code == 1

@@ -65,16 +65,17 @@ def test_effective_config_nodes_find_the_router() -> None:
 
 
 def test_child_specs_router_is_first_and_names_are_unique() -> None:
-    specs = child_specs(Config(cluster=ClusterOptions(prefill=2, decode=1)), Path("/tmp/c.yaml"))
+    specs = child_specs(Config(cluster=ClusterOptions(prefill=2, decode=1)), Path("/tmp/c.yaml"), 7)
     assert [spec.name for spec in specs] == ["router", "prefill-0", "prefill-1", "decode-0"]
     for spec, module in zip(specs, ["router", "prefill_node", "prefill_node", "decode_node"], strict=True):
         assert spec.argv[spec.argv.index("-m") + 1] == module
         assert spec.argv[spec.argv.index("--config") + 1] == "/tmp/c.yaml"
     assert specs[3].argv[specs[3].argv.index("--node-id") + 1] == "decode-0"
+    assert specs[0].inherited_fds == (7,) and specs[0].argv[-2:] == ("--router.http_fd", "7")
 
 
 def test_child_specs_given_metrics_port_is_counted_up() -> None:
-    specs = child_specs(Config(node=NodeOptions(metrics_port=9300)), Path("c.yaml"))
+    specs = child_specs(Config(node=NodeOptions(metrics_port=9300)), Path("c.yaml"), 7)
     assert [spec.argv[-1] for spec in specs[1:]] == ["9300", "9301"]
 
 

@@ -21,6 +21,7 @@ from core.wire.messages import (
     Heartbeat,
     ModelInfo,
     NodeLoad,
+    NodeMessage,
     Register,
     RegisterAgain,
     RegisterReply,
@@ -29,6 +30,7 @@ from core.wire.messages import (
     decode_router_message,
     encode,
 )
+from core.wire.numbering import MessageNumbers
 
 BLOCK_SIZE = 4
 CACHED_TOKENS_BY_ROLE = {"prefill": 4, "decode": 8}
@@ -93,6 +95,8 @@ class FakeNode:
 
     def __post_init__(self) -> None:
         self._running: dict[str, _Running] = {}
+        self._registration_index = 0
+        self._numbers = MessageNumbers(0)
         self._must_end = threading.Event()
         self._is_registered = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -122,18 +126,21 @@ class FakeNode:
         last_heartbeat_s = 0.0
         while not self._must_end.is_set():
             while socket.poll(0 if self._running and not self.is_silent else 5):
-                self._handle(socket, decode_router_message(socket.recv()))
+                self._handle(socket, decode_router_message(socket.recv())[1])
             if time.monotonic() - last_heartbeat_s > 0.05:
                 last_heartbeat_s = time.monotonic()
                 load = NodeLoad(num_running=len(self._running), step_age_s=self.step_age_s)
                 stats = EngineStats(num_running=len(self._running), num_generation_tokens=self.num_tokens_sent)
                 heartbeat = Heartbeat(node_id=self.node_id, generation=self.generation, load=load, stats=stats)
-                socket.send(encode(heartbeat))
+                self._send(socket, heartbeat)
             if self._running and not self.is_silent:
                 self._step(socket)
                 time.sleep(self.token_delay_s)
         socket.close(linger=0)
         context.term()
+
+    def _send(self, socket: zmq.Socket, message: NodeMessage) -> None:  # type: ignore[type-arg]
+        socket.send(encode(message, self._numbers.next_place()))
 
     def _register(self, socket: zmq.Socket) -> None:  # type: ignore[type-arg]
         message = Register(
@@ -144,7 +151,9 @@ class FakeNode:
             max_num_seqs=8,
             num_blocks=64,
             connector="none",
+            registration_index=self._registration_index,
         )
+        self._numbers = MessageNumbers(self._registration_index)
         socket.send(encode(message))
 
     def _handle(self, socket: zmq.Socket, message: object) -> None:  # type: ignore[type-arg]
@@ -154,6 +163,7 @@ class FakeNode:
                 self._is_registered.set()
             case RegisterAgain():
                 self._running.clear()
+                self._registration_index += 1
                 self._register(socket)
             case Generate():
                 self.received.append(message)
@@ -164,7 +174,7 @@ class FakeNode:
                     self._running.pop(request_id, None)
             case AuditRequest():
                 counts = {"requests": len(self._running)}
-                socket.send(encode(AuditReply(audit_id=message.audit_id, node_id=self.node_id, counts=counts, problems=())))
+                self._send(socket, AuditReply(audit_id=message.audit_id, node_id=self.node_id, counts=counts, problems=()))
 
     def _step(self, socket: zmq.Socket) -> None:  # type: ignore[type-arg]
         updates = []
@@ -173,7 +183,7 @@ class FakeNode:
             updates.append(update)
             if update.finish_reason:
                 del self._running[request_id]
-        socket.send(encode(Updates(tuple(updates))))
+        self._send(socket, Updates(tuple(updates)))
         if self.die_after and self.num_tokens_sent >= self.die_after:
             time.sleep(0.05)  # what was sent leaves the process, as with a kill in the middle of a step
             self._must_end.set()

@@ -17,6 +17,7 @@ from core.wire.messages import (
     RequestUpdate,
     RouterMessage,
     Updates,
+    decode_router_message,
 )
 from router.metrics import RouterMetrics
 from router.request_flow import Deliver, Fail, RequestSpec
@@ -47,10 +48,10 @@ class CoreBench:
         """(node, wire id) of every dispatch."""
         return [(node_id, message.request_id) for node_id, message in self.sent if isinstance(message, Generate)]
 
-    def _send(self, identity: bytes, message: RouterMessage) -> bool:
+    def _send(self, identity: bytes, frame: bytes) -> bool:
         if identity.decode() in self.gone:
             return False
-        self.sent.append((identity.decode(), message))
+        self.sent.append((identity.decode(), decode_router_message(frame)[1]))
         return True
 
 
