@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 
 from tests.fault.process_samples import ProcessSampler
-from tests.fault.verified_load import Outcome, RequestRecord, VerifiedClient, VerifiedLoad, make_questions
+from tests.fault.verified_load import Outcome, VerifiedClient, VerifiedLoad, make_questions
 from tests.support.cluster import MODEL_NAME, Cluster, ClusterSpec, holds_nothing
 
 MODEL = "smollm2"
@@ -59,16 +59,12 @@ class ChaosOptions:
 
 @dataclass(slots=True)
 class Hit:
-    """One fault. request_ids: what the node had in flight, by X-Request-Id; None when the router does not list requests.
-
-    num_in_flight: how many those were, from GET /nodes. detection_s: until the router said that the node is down.
-    """
+    """One fault. request_ids: what the node had in flight just before. detection_s: until the router said that it is down."""
 
     node_id: str
     signal: str
     at_s: float
-    num_in_flight: int
-    request_ids: frozenset[str] | None
+    request_ids: frozenset[str]
     detection_s: float | None = None
 
 
@@ -166,9 +162,8 @@ class Chaos:
 
     def _hit(self, name: str, signal_name: str) -> None:
         cluster = self._cluster
-        request_ids = self._request_ids_on(name)
-        num_in_flight = next(node["num_in_flight"] for node in cluster.client.nodes() if node["node_id"] == name)
-        hit = Hit(name, signal_name, time.monotonic(), num_in_flight, request_ids)
+        request_ids = frozenset(listed["request_id"] for listed in cluster.client.requests() if listed["node_id"] == name)
+        hit = Hit(name, signal_name, time.monotonic(), request_ids)
         self._hits.append(hit)
         if signal_name == "kill":
             cluster.kill(name)
@@ -184,13 +179,6 @@ class Chaos:
         if signal_name == "stop":
             time.sleep(STALL_MARGIN_S)
             cluster.resume(name)
-
-    def _request_ids_on(self, name: str) -> frozenset[str] | None:
-        response = self._cluster.client.http.get("/requests")
-        if response.status_code != 200:
-            return None
-        listed = response.json()["requests"]
-        return frozenset(request["request_id"] for request in listed if request["node_id"] == name)
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
     def _wait_idle(self) -> dict[str, Any]:
@@ -215,7 +203,9 @@ class Chaos:
     def _pauses(self) -> _Pauses:
         pauses = _Pauses()
         for hit in self._hits:
-            for record in self._hit_requests(hit):
+            for record in self._load.records:
+                if record.request_id not in hit.request_ids or not record.sent_at_s <= hit.at_s < record.ended_at_s:
+                    continue
                 next_at_s = record.next_token_after_s(hit.at_s)
                 if next_at_s is None:
                     continue  # all its tokens were here already, or it never went on and counts as lost
@@ -223,15 +213,6 @@ class Chaos:
                 is_streaming = first_at_s is not None and first_at_s <= hit.at_s
                 (pauses.streaming if is_streaming else pauses.in_prefill).append(next_at_s - hit.at_s)
         return pauses
-
-    def _hit_requests(self, hit: Hit) -> list[RequestRecord]:
-        """Requests that were on the node. Where the router does not say which, as many as it had, those that waited longest."""
-        in_flight = [r for r in self._load.records if r.sent_at_s <= hit.at_s < r.ended_at_s]
-        if hit.request_ids is not None:
-            return [record for record in in_flight if record.request_id in hit.request_ids]
-        waits = [(next_at_s - hit.at_s, r) for r in in_flight if (next_at_s := r.next_token_after_s(hit.at_s)) is not None]
-        waits.sort(key=lambda wait: -wait[0])
-        return [record for _, record in waits[: hit.num_in_flight]]
 
     def _report(
         self, audit: dict[str, Any], leftovers: list[str], moved_tokens: dict[str, float], seconds: float

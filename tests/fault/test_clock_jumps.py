@@ -49,12 +49,12 @@ def test_wall_clock_jumps_mid_stream_output_is_right_and_nobody_is_declared_dead
     cluster: Cluster, offset_file: Path
 ) -> None:
     client = VerifiedClient(cluster.url, MODEL_NAME, deadline_s=60.0)
-    (question,) = client.with_answers([Question(client.vocabulary()[:40], 160, 1.0, 1)])
+    (question,) = client.with_answers([Question(client.vocabulary()[:40], 60, 1.0, 1)])
     created_s = [_created_s(cluster)]
     nodes = cluster.client.nodes()
     record = client.start(question, "jumps")
     for place, jump in enumerate(JUMPS, start=1):
-        num_tokens = 40 * place
+        num_tokens = 15 * place
         cluster.wait_until(lambda num=num_tokens: len(record.token_times_s) >= num, "the stream goes on")  # type: ignore[misc]
         offset_file.write_text(f"{jump}\n")
         created_s.append(_created_s(cluster))
