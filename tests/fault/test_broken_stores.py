@@ -124,7 +124,7 @@ class Corruption:
         while not self._is_stopping.wait(CORRUPTION_INTERVAL_S):
             path = rng.choice(self._files)
             with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:  # nodes may make new ones
-                offset = rng.randrange(os.fstat(file.fileno()).st_size)
+                offset = rng.randrange(max(1, os.fstat(file.fileno()).st_size))
                 if path.name == "index" and rng.random() < HEADER_SHARE:
                     offset = rng.randrange(8 * NUM_HEADER_WORDS)
                 if byte := os.pread(file.fileno(), 1, offset):

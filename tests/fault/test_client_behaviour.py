@@ -94,7 +94,7 @@ def test_client_that_reads_nothing_holds_up_no_node_and_gets_it_all_when_it_read
     long = {"n": SLOW_CHOICES, "max_tokens": SLOW_TOKENS, "logprobs": 20}
     with _raw_client(rig, rig.questions[1], receive_buffer_bytes=4096, **long) as slow:
         rig.cluster.wait_until(lambda: rig.cluster.audit()["router"]["requests_in_flight"] > 0, "it is being served")
-        rig.cluster.wait_clean(60.0)  # the nodes are done, and the router has no request, although nobody has read
+        rig.cluster.wait_clean(180.0)  # the nodes are done, and the router has no request, although nobody has read
         beside_slow_s = neighbour_s("beside a slow reader")
         growth_mib = sample_process(rig.cluster.children["router"].pid).anon_mib - before.anon_mib
         num_queued_in_kernel = _num_unsent_bytes(slow.socket)
