@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 
+from core.config import router_api_key
+
 # Words that every tokenizer knows: their token ids are valid, ordinary, and never special.
 VOCABULARY_TEXT = (
     "the river carried small boats past green fields while people talked about music science bread winter roads and light "
@@ -118,8 +120,10 @@ async def run_load(
 
 
 def make_client(url: str, request_timeout_s: float) -> httpx.AsyncClient:
-    """A client without limits of its own: the server is what is measured."""
+    """A client without limits of its own: the server is what is measured. It sends KVRELAY_API_KEY, if there is one."""
+    api_key = router_api_key()
     return httpx.AsyncClient(
+        headers={"authorization": f"Bearer {api_key}"} if api_key else {},
         base_url=url.rstrip("/"),
         timeout=httpx.Timeout(request_timeout_s, connect=CONNECT_TIMEOUT_S),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import msgspec
 import yaml
 
+from core.addresses import host_of, is_loopback
 from core.errors import ConfigError
 
 MIB = 1024 * 1024
@@ -108,6 +109,10 @@ class ConnectorOptions:
 class RouterOptions:
     """HTTP and control addresses, admission limits and deadlines. control_port 0: the HTTP port + 1.
 
+    control_host: where nodes register; beyond loopback only with security.keys. It does not follow host, so that serving HTTP to
+    others opens nothing else. api_keys_file: made by `kvrelay keys api`; "" asks clients for no key, and answers administrators'
+    questions only on loopback. cache_salt_per_key: clients with different API keys never share cached KV.
+
     local_prefill_max_tokens: prompts up to this length skip the prefill node (0: up to one block, which cannot be handed over).
     prefill_timeout_s: how long PrefillDone may take before the decode node does it all; max_attempts bounds dispatches
     of one request over all nodes, max_node_deaths the nodes that may die while they have it. step_stall_timeout_s: a node
@@ -118,7 +123,10 @@ class RouterOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    control_host: str = "127.0.0.1"
     control_port: int = 0
+    api_keys_file: str = ""
+    cache_salt_per_key: bool = True
     policy: str = "least_loaded"
     max_num_requests: int = 1024
     max_body_bytes: int = 16 * MIB
@@ -185,6 +193,13 @@ class ClusterOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityOptions:
+    """keys: the folder that `kvrelay keys` made, for router and nodes; "" leaves their connections in the clear, on loopback."""
+
+    keys: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The whole tree."""
 
@@ -194,6 +209,15 @@ class Config:
     router: RouterOptions = field(default_factory=RouterOptions)
     node: NodeOptions = field(default_factory=NodeOptions)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
+    security: SecurityOptions = field(default_factory=SecurityOptions)
+
+    def __post_init__(self) -> None:
+        if not self.security.keys:
+            allowed = (
+                "a loopback address (127.0.0.1, ::1, localhost), or any with security.keys: make them with `kvrelay keys DIR`"
+            )
+            _check(is_loopback(self.router.control_host), "router.control_host", self.router.control_host, allowed)
+            _check(is_loopback(host_of(self.node.router)), "node.router", self.node.router, allowed)
 
 
 # Flags that users of other engines expect, beside the --section.key form that every key has.
@@ -205,7 +229,10 @@ SHORT_FLAGS = {
     "--connector": "connector.name",
     "--host": "router.host",
     "--port": "router.port",
+    "--control-host": "router.control_host",
     "--control-port": "router.control_port",
+    "--api-keys-file": "router.api_keys_file",
+    "--keys": "security.keys",
     "--router": "node.router",
     "--node-id": "node.node_id",
     "--metrics-port": "node.metrics_port",
@@ -294,6 +321,13 @@ def user_cache_dir() -> Path:
     if explicit := os.environ.get("KVRELAY_CACHE_DIR"):
         return Path(explicit)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
+
+
+def router_api_key() -> str:
+    """The API key for questions to a router: KVRELAY_API_KEY, or "". Raises ConfigError, which does not show it."""
+    key = os.environ.get("KVRELAY_API_KEY", "").strip()
+    _check(key.isascii() and (key == "" or key.isprintable()), "KVRELAY_API_KEY", "(not shown)", "a key of printable characters")
+    return key
 
 
 def config_to_yaml(config: Config) -> str:

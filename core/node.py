@@ -30,9 +30,10 @@ from core.node_link import NodeLink
 from core.stats import EngineStats
 from core.step import ModelRunner
 from core.wire import messages
+from core.wire.curve import NODE, load_keys
 
 _logger = logging.getLogger(__name__)
-NODE_SECTIONS = ("model", "engine", "connector", "node")
+NODE_SECTIONS = ("model", "engine", "connector", "node", "security")
 _PUBLISH_INTERVAL_S = 0.1
 _IDLE_WAIT_S = 0.2
 _TRANSFER_WAIT_S = 0.005  # while only transfers are in flight, and the connector does not wake us itself
@@ -75,6 +76,7 @@ class NodeServer:
                 connector=connector.name if connector else "none",
                 metrics_address=metrics_address,
             ),
+            load_keys(config.security.keys, NODE),
         )
         if connector is not None:
             connector.on_result = self._link.wake_step_thread
@@ -160,7 +162,9 @@ def run_node_process(role: str, compose: Callable[[Config], NodeServer], argv: l
     """Main of both roles: flags, logging, `compose`, serve. A user's mistake is one line and exit code 2."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     try:
-        node = compose(parse_config(f"kvrelay {role}-node", f"One {role} node of a cluster.", NODE_SECTIONS, argv))
+        config = parse_config(f"kvrelay {role}-node", f"One {role} node of a cluster.", NODE_SECTIONS, argv)
+        load_keys(config.security.keys, NODE)  # a mistake shows at once, not after a large model has been loaded
+        node = compose(config)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda _number, _frame: node.stop())
         return node.run()

@@ -19,11 +19,19 @@ from zmq.utils.monitor import recv_monitor_message
 from core.errors import WireError
 from core.node_session import NodeSession
 from core.wire import messages
-from core.wire.sockets import open_node_socket
+from core.wire.curve import CurveKeys
+from core.wire.sockets import (
+    HANDSHAKE_FAILURES,
+    MONITORED_EVENTS,
+    connect_to_router,
+    disconnect_from_router,
+    open_node_socket,
+)
 
 _logger = logging.getLogger(__name__)
 _REGISTER_RETRY_S = 1.0
 _REGISTRATIONS_PER_WARNING = 10
+_HANDSHAKE_WARNING_INTERVAL_S = 10.0
 
 
 class NodeLink:
@@ -32,11 +40,13 @@ class NodeLink:
     A RegisterAgain among the commands means that the router has forgotten us: the step thread drops its requests then.
     """
 
-    def __init__(self, router_address: str, registration: messages.Register) -> None:
+    def __init__(self, router_address: str, registration: messages.Register, keys: CurveKeys | None = None) -> None:
         self.commands: deque[messages.RouterMessage] = deque()
         self._session = NodeSession(registration)
         self._identity = f"{registration.node_id}:{registration.generation:x}".encode()
         self._router_address = router_address
+        self._keys = keys
+        self._next_handshake_warning_s = 0.0
         self._outbox: deque[messages.NodeMessage] = deque()
         self._heartbeat: messages.Heartbeat | None = None
         self._heartbeat_set_s = 0.0
@@ -96,18 +106,22 @@ class NodeLink:
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         session = self._session
-        socket = open_node_socket(context, self._router_address, self._identity)
+        socket = open_node_socket(context, self._router_address, self._identity, self._keys)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = socket.get_monitor_socket(MONITORED_EVENTS)
         poller.register(monitor, zmq.POLLIN)
         next_register_s = next_heartbeat_s = 0.0
         num_unanswered = 0
+        must_connect = False
         while not self._is_closed:
             now_s = time.monotonic()
             if not session.is_registered:
                 if now_s >= next_register_s:
+                    if must_connect:
+                        connect_to_router(socket, self._router_address)
+                        must_connect = False
                     self._send_frame(socket, session.register())
                     num_unanswered += 1
                     if num_unanswered % _REGISTRATIONS_PER_WARNING == 0:
@@ -124,9 +138,14 @@ class NodeLink:
             if self._wake_read in ready:
                 os.read(self._wake_read, 65536)
             if monitor in ready:
-                recv_monitor_message(monitor)
-                self._command(session.start_over())
-                next_register_s = 0.0
+                event = recv_monitor_message(monitor)["event"]
+                if event in HANDSHAKE_FAILURES and not session.is_registered:  # else it is of an earlier attempt
+                    self._warn_of_handshake(event)
+                    disconnect_from_router(socket, self._router_address)
+                    must_connect = True
+                elif event == zmq.EVENT_DISCONNECTED and session.is_registered:
+                    self._command(session.start_over())
+                    next_register_s = 0.0
             if socket in ready:
                 self._receive_all(socket)
             self._flush(socket)
@@ -135,6 +154,19 @@ class NodeLink:
         context.destroy(linger=200)
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+    def _warn_of_handshake(self, event: int) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_handshake_warning_s:
+            return
+        self._next_handshake_warning_s = now_s + _HANDSHAKE_WARNING_INTERVAL_S
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            reason = "does not accept this node's keys (security.keys): they are another cluster's"
+        elif self._keys:
+            reason = "ended the handshake: it has no keys (security.keys), or another cluster's than this node"
+        else:
+            reason = "ended the handshake: it has keys (security.keys) and this node has none, or it went away"
+        _logger.warning("not registered: the router at %s %s", self._router_address, reason)
 
     def _send_heartbeat(self, socket: zmq.Socket[bytes], now_s: float) -> None:
         """With the age of what it says: a step thread that is stuck shows, although this thread lives."""

@@ -20,7 +20,7 @@ from deploy.router_client import get_json
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-SERVE_SECTIONS = ("model", "engine", "connector", "router", "cluster")
+SERVE_SECTIONS = ("model", "engine", "connector", "router", "cluster", "security")
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 USAGE = """usage: kvrelay COMMAND [OPTIONS]     (kvrelay COMMAND --help lists a command's options)
@@ -34,7 +34,10 @@ USAGE = """usage: kvrelay COMMAND [OPTIONS]     (kvrelay COMMAND --help lists a 
   drain          let a node, or "router", finish what it has and leave: NAME --url URL
   restart        a rolling restart of a supervised cluster: [NAME ...] --url URL
   audit          what a running cluster still holds: --url URL; exit code 1 when something is left
-  version        this version"""
+  keys           keys for a cluster beyond one machine: DIR; API keys: api NAME --file FILE [--admin]
+  version        this version
+
+What asks a router sends the API key in the environment variable KVRELAY_API_KEY, if there is one."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,6 +108,12 @@ def _audit(argv: list[str]) -> int:
     return EXIT_OK if isinstance(body, dict) and body.get("is_clean") is True else EXIT_FAILED
 
 
+def _keys(argv: list[str]) -> int:
+    from deploy.keys import run_keys
+
+    return run_keys(argv)
+
+
 def _requests(argv: list[str]) -> int:
     body = _ask_router("kvrelay requests", argv, "/requests")
     requests = body.get("requests", []) if isinstance(body, dict) else []
@@ -166,6 +175,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "drain": _drain,
     "restart": _restart,
     "audit": _audit,
+    "keys": _keys,
     "version": _version,
 }
 

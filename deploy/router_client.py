@@ -1,15 +1,22 @@
-"""What the command line asks a running router over HTTP. The standard library is enough: no streaming, no retries."""
+"""What the command line asks a running router over HTTP. The standard library is enough: no streaming, no retries.
+
+Every question carries the API key in KVRELAY_API_KEY, if there is one.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
 from typing import Any
 
+from core.config import router_api_key
 from core.errors import InvalidInputError, KVRelayError
+
+_NODE_UP = re.compile(r'^kvrelay_node_up\{[^}]*\bnode_id="([^"]*)"[^}]*\} 1\.0$', re.MULTILINE)
 
 
 class RouterUnreachableError(KVRelayError):
@@ -21,21 +28,39 @@ def get_json(url: str, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
 
     Raises RouterUnreachableError, and InvalidInputError when the URL is none.
     """
-    return _ask("GET", url, path, timeout_s)
+    status, body = _ask("GET", url, path, timeout_s)
+    return status, _decode(body)
 
 
 def post_json(url: str, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
     """POST without a body; otherwise as get_json."""
-    return _ask("POST", url, path, timeout_s)
+    status, body = _ask("POST", url, path, timeout_s)
+    return status, _decode(body)
 
 
-def _ask(method: str, url: str, path: str, timeout_s: float) -> tuple[int, Any]:
+def nodes_up(url: str, timeout_s: float = 5.0) -> set[str]:
+    """The names of the nodes that are up, from /metrics, which needs no API key. Raises RouterUnreachableError."""
+    _, body = _ask("GET", url, "/metrics", timeout_s)
+    return set(_NODE_UP.findall(body.decode(errors="replace")))
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return json.loads(body) if body else None
+    except ValueError:
+        return None
+
+
+def _ask(method: str, url: str, path: str, timeout_s: float) -> tuple[int, bytes]:
     if not url.startswith(("http://", "https://")):
         raise InvalidInputError("--url", url, "http://HOST:PORT")
+    api_key = router_api_key()
     # The cluster is spoken to directly, whatever proxy the environment names for the outside.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         request = urllib.request.Request(url.rstrip("/") + urllib.parse.quote(path), method=method)  # noqa: S310 (checked)
+        if api_key:
+            request.add_unredirected_header("Authorization", f"Bearer {api_key}")  # for this router alone
         with opener.open(request, timeout=timeout_s) as response:
             status, body = response.status, response.read()
     except urllib.error.HTTPError as error:
@@ -43,7 +68,4 @@ def _ask(method: str, url: str, path: str, timeout_s: float) -> tuple[int, Any]:
             status, body = error.code, error.read()
     except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a port that is no number
         raise RouterUnreachableError(f"no answer from {url}: {getattr(error, 'reason', error)}") from error
-    try:
-        return status, json.loads(body) if body else None
-    except ValueError:
-        return status, None
+    return status, body

@@ -36,14 +36,21 @@ def effective_config(config: Config, model_folder: Path, num_cores: int) -> Conf
     """The configuration that router and nodes get: every default that depends on the whole cluster is filled in."""
     num_nodes = config.cluster.prefill + config.cluster.decode
     num_threads = config.engine.num_threads or max(1, num_cores // num_nodes)
-    host, control_port = connect_host(config.router.host), config.router.control_port or config.router.port + 1
+    router, security = config.router, config.security
+    control_host, control_port = connect_host(router.control_host), router.control_port or router.port + 1
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, path=str(model_folder), served_name=config.model.name),
         engine=dataclasses.replace(config.engine, num_threads=num_threads),
-        router=dataclasses.replace(config.router, control_port=control_port),
-        node=dataclasses.replace(config.node, router=join_host_port(host, control_port), node_id=""),
+        router=dataclasses.replace(router, control_port=control_port, api_keys_file=absolute(router.api_keys_file)),
+        node=dataclasses.replace(config.node, router=join_host_port(control_host, control_port), node_id=""),
+        security=dataclasses.replace(security, keys=absolute(security.keys)),
     )
+
+
+def absolute(path: str) -> str:
+    """A path that another process means the same by, wherever it runs; "" stays."""
+    return str(Path(path).absolute()) if path else ""
 
 
 def child_specs(config: Config, config_file: Path, http_fd: int) -> list[ChildSpec]:
@@ -100,40 +107,40 @@ def choose_ports(config: Config) -> Config:
     Raises ConfigError when a port is taken or the host is not ours: better one line now than a failure of a child later.
     """
     router = config.router
-    free = find_free_ports(router.host, 2)
-    port = router.port or free[0]
-    control_port = router.control_port or (port + 1 if router.port else free[1])
+    port = router.port or find_free_ports(router.host, 1)[0]
+    free_control_port = next(free for free in find_free_ports(router.control_host, 2, "--control-host") if free != port)
+    control_port = router.control_port or (port + 1 if router.port else free_control_port)
     if control_port == port:
         raise ConfigError("router.control_port", control_port, f"another port than router.port ({port})")
     check_port_free("--port", router.host, port)
-    check_port_free("--control-port", router.host, control_port)
+    check_port_free("--control-port", router.control_host, control_port, "--control-host")
     return dataclasses.replace(config, router=dataclasses.replace(router, port=port, control_port=control_port))
 
 
 def open_http_listener(config: Config) -> socket.socket:
     """The HTTP socket, listening already: connections wait in it while no router runs. Raises ConfigError."""
-    listener = _bound_socket("--port", config.router.host, config.router.port)
+    listener = _bound_socket("--port", config.router.host, config.router.port, "--host")
     listener.listen(HTTP_BACKLOG)
     return listener
 
 
-def find_free_ports(host: str, count: int) -> list[int]:
+def find_free_ports(host: str, count: int, host_flag: str = "--host") -> list[int]:
     """Different ports on which nobody listens now."""
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(_bound_socket("--host", host, 0)) for _ in range(count)]
+        sockets = [held.enter_context(_bound_socket(host_flag, host, 0, host_flag)) for _ in range(count)]
         return [int(bound.getsockname()[1]) for bound in sockets]
 
 
-def check_port_free(flag: str, host: str, port: int) -> None:
+def check_port_free(flag: str, host: str, port: int, host_flag: str = "--host") -> None:
     """Raise ConfigError when nothing could listen on host:port."""
-    _bound_socket(flag, host, port).close()
+    _bound_socket(flag, host, port, host_flag).close()
 
 
-def _bound_socket(flag: str, host: str, port: int) -> socket.socket:
+def _bound_socket(flag: str, host: str, port: int, host_flag: str) -> socket.socket:
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, OverflowError) as error:
-        raise ConfigError("--host", host, f"an address or name of this machine ({error})") from error
+        raise ConfigError(host_flag, host, f"an address or name of this machine ({error})") from error
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
@@ -142,6 +149,6 @@ def _bound_socket(flag: str, host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError("--host", host, "an address of this machine") from error
+            raise ConfigError(host_flag, host, "an address of this machine") from error
         raise ConfigError(flag, port, f"a port that is free on {host or 'this machine'} ({error.strerror})") from error
     return listener

@@ -13,7 +13,7 @@ from router.server import run
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the router until it is told to stop; returns the exit code."""
     try:
-        config = parse_config("kvrelay router", "The HTTP server of a cluster.", ("model", "router"), argv)
+        config = parse_config("kvrelay router", "The HTTP server of a cluster.", ("model", "router", "security"), argv)
     except KVRelayError as error:
         print(f"kvrelay router: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import secrets
-from collections.abc import Coroutine
+import socket
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import zmq
 import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
+from core.addresses import is_loopback
 from core.clock import Clock
 from core.config import RouterOptions
 from core.errors import ConfigError, WireError
+from core.wire.curve import CurveKeys, use_router_keys
 from core.wire.messages import AuditReply
-from core.wire.sockets import configure_router_socket
+from core.wire.sockets import HANDSHAKE_FAILURES, MONITORED_EVENTS, configure_router_socket
 from router.metrics import RouterMetrics
 from router.router_core import RouterCore
 
@@ -31,14 +36,20 @@ TICK_S = 0.05  # how late a deadline may be noticed
 AUDIT_POLL_S = 0.005
 # libzmq reports a disconnect before the peer is removed from the routing table, so that one ping may come too early.
 PING_DELAYS_S = (0.0, 0.02, 0.2)
+HANDSHAKE_WARNING_INTERVAL_S = 10.0  # a node with wrong keys tries again every second, and so may whoever else is out there
 
 
 class Dispatcher:
     """Owns the control socket. Everything runs on the event loop that called start()."""
 
-    def __init__(self, options: RouterOptions, clock: Clock, metrics: RouterMetrics) -> None:
-        """Raises ConfigError for an unknown policy."""
+    def __init__(self, options: RouterOptions, clock: Clock, metrics: RouterMetrics, keys: CurveKeys | None = None) -> None:
+        """keys None: in the clear, for loopback. Raises ConfigError for an unknown policy."""
         self._metrics = metrics
+        self._keys = keys
+        self._clock = clock
+        self._num_failed_handshakes = 0
+        self._next_handshake_warning_s = 0.0
+        self._authenticator: AsyncioAuthenticator | None = None
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor: zmq.asyncio.Socket | None = None
@@ -47,13 +58,22 @@ class Dispatcher:
         self.core = RouterCore(options, clock, self._send, metrics, id_prefix=secrets.token_hex(4))
 
     def bind(self, host: str, port: int) -> int:
-        """Bind the control socket; port 0 takes any. Returns the port. Raises ConfigError when that is impossible."""
+        """Bind the control socket; port 0 takes any. Returns the port. Raises ConfigError when that is impossible.
+
+        Call from the event loop.
+        """
         configure_router_socket(self._socket)
-        self._socket.set(zmq.IPV6, int(":" in host))
-        address = f"[{host}]" if ":" in host else host
+        self._authenticator = use_router_keys(self._socket, self._context, self._keys)
+        address = _numeric_address(host)
+        if self._keys is None and not is_loopback(address):
+            raise ConfigError("router.control_host", host, "a loopback address as long as there are no keys (security.keys)")
+        self._socket.set(zmq.IPV6, int(":" in address))
+        address = f"[{address}]" if ":" in address else address
         try:
             self._socket.bind(f"tcp://{address}:{port or '*'}")
         except zmq.ZMQError as error:
+            if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+                raise ConfigError("router.control_host", host, "an address of this machine") from error
             raise ConfigError("router.control_port", port, f"a free port of {host} ({error.strerror})") from error
         endpoint = self._socket.get(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
@@ -61,8 +81,8 @@ class Dispatcher:
 
     def start(self) -> None:
         """Begin to receive. Call from the event loop, after bind."""
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        for loop in (self._receive_forever(), self._tick_forever(), self._watch_disconnects(self._monitor)):
+        self._monitor = self._socket.get_monitor_socket(MONITORED_EVENTS)
+        for loop in (self._receive_forever(), self._tick_forever(), self._watch_connections(self._monitor)):
             self._tasks.append(asyncio.create_task(self._ending_loudly(loop)))
 
     async def stop(self) -> None:
@@ -78,6 +98,8 @@ class Dispatcher:
                 self._socket.disable_monitor()
                 self._monitor.close(linger=0)  # the context waits for every socket
             self._socket.close(linger=0)
+            if self._authenticator is not None:
+                self._authenticator.stop()
             self._context.term()
 
     async def audit(self, timeout_s: float) -> tuple[dict[str, AuditReply], list[str]]:
@@ -121,12 +143,28 @@ class Dispatcher:
             await asyncio.sleep(TICK_S)
             self.core.on_time()
 
-    async def _watch_disconnects(self, monitor: zmq.asyncio.Socket) -> None:
+    async def _watch_connections(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
-            await recv_monitor_message(monitor)
+            # All that has come since: when the monitor's queue is full, libzmq's I/O thread waits for us, and with it every node.
+            self._count_handshake(await recv_monitor_message(monitor))
+            while await monitor.poll(0):
+                self._count_handshake(await recv_monitor_message(monitor))
             for delay_s in PING_DELAYS_S:
                 await asyncio.sleep(delay_s)
                 self.core.ping_all()
+
+    def _count_handshake(self, event: Mapping[str, Any]) -> None:
+        if event["event"] not in HANDSHAKE_FAILURES:
+            return
+        self._metrics.failed_handshakes.inc()
+        self._num_failed_handshakes += 1
+        if self._clock.now_s() >= self._next_handshake_warning_s:
+            self._next_handshake_warning_s = self._clock.now_s() + HANDSHAKE_WARNING_INTERVAL_S
+            logger.warning(
+                "%d connections to the control port failed the handshake so far: a node without this cluster's keys "
+                "(security.keys), or something that is no node",
+                self._num_failed_handshakes,
+            )
 
     async def _ending_loudly(self, loop: Coroutine[Any, Any, None]) -> None:
         """The loop's top: a bug that ends it is logged, fails what is in flight, and tells the process to end."""
@@ -136,3 +174,12 @@ class Dispatcher:
             logger.exception("a loop of the dispatcher ended")
             self.has_broken.set()
             self.core.fail_all("internal", "internal error of the router", 500)
+
+
+def _numeric_address(host: str) -> str:
+    """The address of a name, the IPv4 one if it has one, as nodes will look for it: ZMQ binds to no name."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError("router.control_host", host, f"an address or name of this machine ({error.strerror})") from error
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])

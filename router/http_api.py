@@ -25,6 +25,8 @@ from core.clock import Clock
 from core.config import RouterOptions
 from core.errors import InvalidInputError, OverloadedError
 from core.wire.messages import ModelInfo
+from router.api_key_file import ApiKeyFile
+from router.api_keys import ApiKeyGate
 from router.chat_template import ChatTemplate
 from router.dispatcher import Dispatcher
 from router.http_cluster import ClusterEndpoints
@@ -76,6 +78,7 @@ class HttpApi:
         dispatcher: Dispatcher,
         metrics: RouterMetrics,
         drain: Callable[[], None] = lambda: None,
+        api_keys: ApiKeyFile | None = None,
     ) -> None:
         """drain: what POST /drain asks of the process."""
         self.is_shutting_down = False
@@ -89,7 +92,8 @@ class HttpApi:
         self._created = int(time.time())
         self._generation = GenerationEndpoints(dispatcher.core, tokenizer, chat_template, self.limits)
         self._cluster = ClusterEndpoints(dispatcher, clock, drain)
-        self.app: ASGIApp = self._with_request_id(self._routes())
+        gate = ApiKeyGate(self._routes(), api_keys, metrics, has_salt_per_key=options.cache_salt_per_key)
+        self.app: ASGIApp = self._with_request_id(gate)
 
     def limits(self) -> ModelLimits:
         """What requests are checked against: the nodes' word once there was one, else the model folder's."""

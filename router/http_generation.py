@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from starlette.background import BackgroundTask
@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from core.errors import InvalidInputError, RequestFailedError
 from router.answers import AnswerFormat, ChatAnswers, ChoiceDelta, CompletionAnswers, RunningChoice, sum_usage
+from router.api_keys import tenant_cache_salt
 from router.chat_template import ChatTemplate
 from router.openai_protocol import (
     UNSET,
@@ -174,7 +175,7 @@ class GenerationEndpoints:
         parsed = decode_body(body, CompletionRequest)
         limits = self._limits()
         check_model_name(parsed.model, limits)
-        plan = plan_completion(parsed, limits)
+        plan = _kept_apart(plan_completion(parsed, limits), request)
         parts = split_prompts(parsed.prompt)
         if len(parts) * plan.num_choices > limits.max_choices:
             raise InvalidInputError(
@@ -193,7 +194,7 @@ class GenerationEndpoints:
         parsed = decode_body(body, ChatRequest)
         limits = self._limits()
         check_model_name(parsed.model, limits)
-        plan = plan_chat(parsed, limits)
+        plan = _kept_apart(plan_chat(parsed, limits), request)
         token_ids = await self.chat_token_ids(
             parsed.messages,
             add_generation_prompt=parsed.add_generation_prompt is not False,
@@ -290,6 +291,11 @@ class EventStreamResponse(Response):
         finally:
             self._generation.cancel()
             self._watcher.cancel()
+
+
+def _kept_apart(plan: GenerationPlan, request: Request) -> GenerationPlan:
+    """The plan with the salt that keeps this client's cached KV apart from the others', where they have API keys."""
+    return replace(plan, cache_salt=tenant_cache_salt(request.state.tenant, plan.cache_salt))
 
 
 async def _stream(

@@ -69,6 +69,7 @@ class RouterMetrics:
         self.admission_rejections = counter("admission_rejections_total", "Requests turned away at once", ("reason",))
         self.wire_gaps = counter("wire_gaps_total", "Registrations ended because messages of the node were lost")
         self.wire_errors = counter("wire_errors_total", "Messages from nodes that could not be read")
+        self.failed_handshakes = counter("failed_handshakes_total", "Connections to the control port without the right keys")
 
     def watch_nodes(self, nodes: NodeRegistry, clock: Clock) -> None:
         """Add the nodes' liveness and engine stats to what is exposed. Call once."""

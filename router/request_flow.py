@@ -22,6 +22,7 @@ from router.policy import Placer
 RETRY_BACKOFF_S = 0.05
 MAX_RETRY_BACKOFF_S = 1.0
 SUSPECT_RETRY_S = 0.25
+SUSPECT_PATIENCE = 3  # times node_wait_s: a node that died is loading its model
 NODE_RETRY_AFTER_S = 1.0  # what clients are told when no decode node is alive
 
 
@@ -142,6 +143,7 @@ class RequestFlow:
     num_node_deaths: int = 0
     num_cached_tokens: int = 0
     _phase_deadline_s: float | None = None  # PREFILL: prefill timeout; WAITING: node wait
+    _waits_for: str = ""  # WAITING: why the last placement found no node
     _retry_at_s: float = 0.0
     _has_tried_prefill: bool = False
     _has_moved: bool = False  # lost or left its node since the last dispatch
@@ -181,11 +183,11 @@ class RequestFlow:
             actions += self._place_decode("handoff", now_s)
         return actions
 
-    def on_node_lost(self, node_id: str, reason: str, now_s: float) -> list[Action]:
-        """The node died, stalled or forgot its requests. reason is for people."""
+    def on_node_lost(self, node_id: str, reason: str, now_s: float, *, is_death: bool = True) -> list[Action]:
+        """The node died or stalled (is_death), or merely forgot its requests. reason is for people."""
         if self.attempt is None or self.attempt.node_id != node_id:
             return []
-        self.num_node_deaths += 1
+        self.num_node_deaths += is_death
         return self._fault("node_down", f"{node_id} {reason}", now_s)
 
     def on_drain_overdue(self, node_id: str, now_s: float) -> list[Action]:
@@ -349,9 +351,10 @@ class RequestFlow:
             self._phase_deadline_s = None
             self._retry_at_s = now_s + SUSPECT_RETRY_S
             return []
-        if self.phase is not FlowPhase.WAITING or self._phase_deadline_s is None:
-            self.phase = FlowPhase.WAITING
-            self._phase_deadline_s = now_s + self.options.node_wait_s
+        if self.phase is not FlowPhase.WAITING or self._phase_deadline_s is None or self._waits_for != reason:
+            self.phase, self._waits_for = FlowPhase.WAITING, reason
+            patience = SUSPECT_PATIENCE if reason == "last_node" else 1
+            self._phase_deadline_s = now_s + self.options.node_wait_s * patience
         self._retry_at_s = 0.0
         if now_s < self._phase_deadline_s:
             return []

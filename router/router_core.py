@@ -57,6 +57,15 @@ class _Tracked:
     is_handing_off: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _LostNode:
+    """A node that does not answer, or whose connection cannot be trusted. is_death: what it had in flight may be the cause."""
+
+    node_id: str
+    reason: str
+    is_death: bool = True
+
+
 @dataclass(slots=True)
 class AuditRound:
     """One collection of AuditReply messages; complete when `missing` is empty."""
@@ -81,7 +90,7 @@ class RouterCore:
         self._tracked: dict[str, _Tracked] = {}
         self._ids = (f"{id_prefix}-{count}" for count in itertools.count())
         self._audit_ids = itertools.count(1)
-        self._lost: list[tuple[str, str]] = []  # (node_id, reason) to mark down once the current input is handled
+        self._lost: list[_LostNode] = []  # to be marked down once the current input is handled
         self._is_handling_lost = False
         self._last_time_s = clock.now_s()
         metrics.watch_nodes(self.registry, clock)
@@ -146,7 +155,7 @@ class RouterCore:
                 return
             if arrival is Arrival.GAP:
                 self._metrics.wire_gaps.inc()
-                self._lost.append((node.node_id, "messages were lost on the way"))
+                self._lost.append(_LostNode(node.node_id, "messages were lost on the way", is_death=False))
                 self._handle_lost()  # from now on the identity is unknown, so that the node is asked to register again
         self.handle_message(identity, message)
 
@@ -177,7 +186,7 @@ class RouterCore:
             self.registry.excuse_silence(now_s)  # we were away, not they: their heartbeats lie unread
         self._last_time_s = now_s
         for node_id in self.registry.expired_node_ids(now_s):
-            self._lost.append((node_id, f"sent no heartbeat for {self._options.heartbeat_timeout_s:g} s"))
+            self._lost.append(_LostNode(node_id, f"sent no heartbeat for {self._options.heartbeat_timeout_s:g} s"))
         self.registry.forget_long_down(now_s)
         for tracked in list(self._tracked.values()):
             if now_s >= tracked.flow.next_deadline_s:
@@ -224,6 +233,8 @@ class RouterCore:
 
     # -- inside: messages ----------------------------------------------------------------------------------------------
     def _handle_register(self, identity: bytes, message: Register, now_s: float) -> None:
+        old = self.registry.nodes.get(message.node_id)
+        is_death = old is not None and old.generation != message.generation
         outcome = self.registry.register(message, identity, now_s)
         interval_s = self._options.heartbeat_interval_s
         self._send_outside(identity, RegisterReply(outcome.refusal, interval_s, message.registration_index))
@@ -234,7 +245,8 @@ class RouterCore:
         others = {node.connector for node in self.registry.connected()} - {message.connector}
         if others:  # allowed, but it computes again what the others have
             logger.warning("node %s has the store %s, others %s", message.node_id, message.connector, ", ".join(sorted(others)))
-        self._fail_over(message.node_id, outcome.lost_request_ids, "registered again without its requests", now_s)
+        reason = "registered again without its requests"
+        self._fail_over(message.node_id, outcome.lost_request_ids, reason, now_s, is_death=is_death)
         if self.registry.nodes[message.node_id].drain_deadline_s is not None:
             self._send(self.registry.nodes[message.node_id], Drain())  # the first one may have been lost
         self._node_became_available(now_s)
@@ -269,9 +281,9 @@ class RouterCore:
             if tracked.flow.attempt is None:
                 self._guarded(tracked, lambda flow: flow.on_node_available(now_s))
 
-    def _fail_over(self, node_id: str, wire_ids: Sequence[str], reason: str, now_s: float) -> None:
+    def _fail_over(self, node_id: str, wire_ids: Sequence[str], reason: str, now_s: float, *, is_death: bool = True) -> None:
         for tracked in self._tracked_of(wire_ids):
-            self._guarded(tracked, lambda flow: flow.on_node_lost(node_id, reason, now_s))
+            self._guarded(tracked, lambda flow: flow.on_node_lost(node_id, reason, now_s, is_death=is_death))
 
     def _tracked_of(self, wire_ids: Iterable[str]) -> list[_Tracked]:
         found = (self._tracked.get(wire_id.rpartition(".")[0]) for wire_id in wire_ids)
@@ -284,7 +296,8 @@ class RouterCore:
         self._is_handling_lost = True
         try:
             while self._lost:
-                node_id, reason = self._lost.pop(0)
+                lost = self._lost.pop(0)
+                node_id, reason = lost.node_id, lost.reason
                 if node_id in self.registry.nodes and self.registry.nodes[node_id].is_connected:
                     node = self.registry.nodes[node_id]
                     if node.drain_deadline_s is not None and not node.in_flight:
@@ -293,7 +306,7 @@ class RouterCore:
                     wire_ids = self.registry.mark_down(node_id, reason)
                     for round_ in self.audits.values():
                         round_.missing.discard(node_id)
-                    self._fail_over(node_id, wire_ids, reason, self._clock.now_s())
+                    self._fail_over(node_id, wire_ids, reason, self._clock.now_s(), is_death=lost.is_death)
         finally:
             self._is_handling_lost = False
 
@@ -347,7 +360,7 @@ class RouterCore:
 
     def _send(self, node: NodeState, message: RouterMessage) -> None:
         if not self._send_to(node.identity, encode(message, node.numbers.next_place())):
-            self._lost.append((node.node_id, "connection closed"))
+            self._lost.append(_LostNode(node.node_id, "connection closed"))
 
     def _send_outside(self, identity: bytes, message: RegisterReply | RegisterAgain) -> None:
         self._send_to(identity, encode(message))

@@ -18,10 +18,13 @@ from typing import Any
 
 import uvicorn
 
+from core.addresses import is_loopback
 from core.clock import MonotonicClock
 from core.config import LOG_FORMAT, Config, ModelOptions, RouterOptions
 from core.errors import ConfigError, KVRelayError, ModelLoadError
 from core.model_files import resolve_model
+from core.wire.curve import ROUTER, load_keys
+from router.api_key_file import ApiKeyFile
 from router.chat_template import load_chat_template
 from router.dispatcher import Dispatcher
 from router.http_api import HttpApi, ServedModel
@@ -49,24 +52,30 @@ def run(config: Config) -> int:
 
 
 async def _serve(config: Config) -> int:
-    options = config.router
+    options, clock = config.router, MonotonicClock()
+    keys = load_keys(config.security.keys, ROUTER)
+    api_keys = ApiKeyFile(Path(options.api_keys_file), clock) if options.api_keys_file else None
     http_socket = bind_http(options)
     try:
         folder = await asyncio.to_thread(resolve_model, config.model.path)
         tokenizer = await asyncio.to_thread(Tokenizer, folder)
         model = read_served_model(config.model, folder, tokenizer)
         chat_template = load_chat_template(folder, tokenizer)
-        clock, metrics = MonotonicClock(), RouterMetrics(model.names[0])
-        dispatcher = Dispatcher(options, clock, metrics)
+        metrics = RouterMetrics(model.names[0])
+        dispatcher = Dispatcher(options, clock, metrics, keys)
         http_port: int = http_socket.getsockname()[1]
         try:
-            control_port = dispatcher.bind(options.host, options.control_port or http_port + 1)
+            control_port = dispatcher.bind(options.control_host, options.control_port or http_port + 1)
             dispatcher.start()
             leave = asyncio.Event()
-            api = HttpApi(options, clock, model, tokenizer, chat_template, dispatcher, metrics, leave.set)
+            api = HttpApi(options, clock, model, tokenizer, chat_template, dispatcher, metrics, leave.set, api_keys)
+            if api_keys is None and not is_loopback(options.host):
+                logger.warning(
+                    "everybody who reaches %s:%d is served: there are no API keys (router.api_keys_file)", options.host, http_port
+                )
             print(
                 f"kvrelay router: serving {model.names[0]} at http://{options.host}:{http_port}, "
-                f"nodes register at {options.host}:{control_port}",
+                f"nodes register at {options.control_host}:{control_port}",
                 flush=True,
             )
             await _serve_http(api, dispatcher, http_socket, leave)
@@ -144,6 +153,7 @@ async def _serve_http(api: HttpApi, dispatcher: Dispatcher, http_socket: socket.
             log_config=None,
             log_level="warning",
             server_header=False,
+            proxy_headers=False,  # a peer is who it is: what it says of others decides nothing
             timeout_graceful_shutdown=SHUTDOWN_LIMIT_S,
         )
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 VALUES = (  # the first row: values, configuration, rendering
     "core.errors",
+    "core.addresses",
     "core.clock",
     "core.config",
     "core.metrics",
@@ -46,7 +47,9 @@ IMPORT_TABLE: dict[str, Room] = {
     "decode_node": Room(ours=("core", "connectors")),
     "router": Room(
         ours=(*VALUES, "core.kv.hashing", "core.wire", "core.step"),
-        outside=frozenset({"tokenizers", "jinja2", "starlette", "uvicorn", "uvloop", "msgspec", "zmq", "prometheus_client"}),
+        outside=frozenset(
+            {"tokenizers", "jinja2", "starlette", "uvicorn", "uvloop", "msgspec", "yaml", "zmq", "prometheus_client"}
+        ),
     ),
     "deploy": Room(ours=("core", "connectors", "router", "prefill_node", "decode_node")),
     "bench": Room(ours=ANYTHING_OF_OURS, outside=frozenset({"httpx", "tqdm", "numpy", "torch"})),
@@ -60,7 +63,7 @@ BACKEND_NAMES = ("shm", "nvme", "redis", "ray", "lmcache")
 # The default of the configuration has to be some name.
 MAY_NAME_BACKENDS = ("core.config",)
 
-FORBIDDEN_EVERYWHERE = frozenset({"pickle", "cloudpickle", "dill", "shelve", "marshal"})
+FORBIDDEN_EVERYWHERE = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "jsonpickle"})
 
 
 def room_of(module: str, rooms: dict[str, Room]) -> str | None:

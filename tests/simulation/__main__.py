@@ -21,10 +21,12 @@ def run_seed(seed: int, **limits: Any) -> tuple[Report | None, str]:
 
 
 def shrink(seed: int) -> dict[str, int]:
-    """Fewer requests, then fewer faults, as long as it still breaks."""
-    limits = {"max_requests": 24, "max_faults": 12}
+    """Fewer requests, then fewer faults, then fewer nodes, as long as it still breaks."""
+    limits = {"max_requests": 24, "max_faults": 12, "max_nodes": 3}
     for name in limits:
-        while limits[name] > 0 and run_seed(seed, **{**limits, name: limits[name] - 1})[0] is None:
+        while (
+            limits[name] > (1 if name == "max_nodes" else 0) and run_seed(seed, **{**limits, name: limits[name] - 1})[0] is None
+        ):
             limits[name] -= 1
     return limits
 
@@ -37,9 +39,10 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="with --seed: print the timeline")
     parser.add_argument("--max-requests", type=int, default=1000, help="only the first so many requests (of a shrunk seed)")
     parser.add_argument("--max-faults", type=int, default=1000, help="only the first so many faults")
+    parser.add_argument("--max-nodes", type=int, default=1000, help="only the first so many nodes of each role")
     parser.add_argument("--json", action="store_true", help="one JSON line last")
     arguments = parser.parse_args()
-    limits = {"max_requests": arguments.max_requests, "max_faults": arguments.max_faults}
+    limits = {name: getattr(arguments, name) for name in ("max_requests", "max_faults", "max_nodes")}
     if arguments.seed is not None:
         return _replay(arguments.seed, arguments.trace, limits)
     first, end = (int(part) for part in arguments.seeds.split(":"))
@@ -55,11 +58,8 @@ def main() -> int:
             reports.append(report)
     if failed:
         shrunk = shrink(failed[0])
-        print(
-            f"replay: python -m tests.simulation --seed {failed[0]} --trace"
-            f" --max-requests {shrunk['max_requests']} --max-faults {shrunk['max_faults']}",
-            file=sys.stderr,
-        )
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in shrunk.items())
+        print(f"replay: python -m tests.simulation --seed {failed[0]} --trace {flags}", file=sys.stderr)
     summary = summarize(reports, time.monotonic() - began_s) | {"failed_seeds": failed}
     print(json.dumps(summary) if arguments.json else "\n".join(f"{name:22} {value}" for name, value in summary.items()))
     return 1 if failed else 0
@@ -74,10 +74,14 @@ def summarize(reports: list[Report], seconds: float) -> dict[str, Any]:
         "seeds_per_minute": round(60 * len(reports) / max(seconds, 1e-9)),
         **summary,
         "virtual_s": round(sum(report.virtual_s for report in reports)),
-        "external_hit_tokens": sum(report.external_hit_tokens for report in reports),
-        "preemptions": sum(report.preemptions for report in reports),
+        "local_hit_ratio": _ratio(summary["num_local_hit_tokens"], summary["num_prompt_tokens"]),
+        "external_hit_ratio": _ratio(summary["num_external_hit_tokens"], summary["num_prompt_tokens"]),
         "longest_wait_s": round(max((report.longest_wait_s for report in reports), default=0.0), 3),
     }
+
+
+def _ratio(part: int, whole: int) -> float:
+    return round(part / whole, 4) if whole else 0.0
 
 
 def _replay(seed: int, is_traced: bool, limits: dict[str, int]) -> int:

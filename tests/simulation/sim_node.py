@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from core.config import EngineOptions
 from core.engine import EngineCore
 from core.kv.pool_memory import KVPoolMemory
 from core.node_core import NodeCore, NodeIdentity, model_info
 from core.node_session import NodeSession
+from core.step import StepPlan, StepResult
 from core.wire import messages
 from tests.simulation.sim_store import SimConnector, SimStore
 from tests.simulation.world import Link, World
@@ -18,22 +20,66 @@ MAX_MODEL_LEN = 96
 HEARTBEAT_INTERVAL_S = 0.5
 RECONNECT_S = 0.05
 REGISTER_RETRY_S = 1.0
+LINGER_S = 0.2  # as the real socket: what was sent before the end still leaves
 
 # (node, to the node, its end is closed) -> a connection, or None while the router does not listen
 Connect = Callable[["SimNode", Callable[[bytes], None], Callable[[], None]], Link | None]
+
+
+class ProcessCrashError(BaseException):
+    """Stands for a segmentation fault: no handler of the engine may catch it."""
+
+
+@dataclass(frozen=True)
+class Poison:
+    """A prompt, and what follows it: no other request is this one, whatever prefix they share."""
+
+    num_prompt_tokens: int
+    token_ids: tuple[int, ...]
+
+    def is_in(self, token_ids: Sequence[int]) -> bool:
+        """Whether these are the known tokens of that request."""
+        return len(token_ids) >= self.num_prompt_tokens and tuple(token_ids) == self.token_ids[: len(token_ids)]
+
+
+class SimRunner(FakeRunner):
+    """The fake model, with prompts that it does not survive."""
+
+    def __init__(self, pool: KVPoolMemory, poison: Collection[Poison]) -> None:
+        super().__init__(pool)
+        self._poison = poison
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the plan, or die."""
+        for new in plan.new_requests:
+            if any(poison.is_in(new.token_ids) for poison in self._poison):
+                raise ProcessCrashError
+        return super().execute(plan)
 
 
 class SimNode:
     """One process, from start to kill. A new start is a new object with a new generation."""
 
     def __init__(
-        self, world: World, name: str, role: str, options: EngineOptions, num_blocks: int, store: SimStore, connect: Connect
+        self,
+        world: World,
+        name: str,
+        role: str,
+        options: EngineOptions,
+        num_blocks: int,
+        store: SimStore,
+        poison: Collection[Poison],
+        connect: Connect,
+        on_end: Callable[[SimNode], None],
     ) -> None:
+        """poison: prompts whose computation kills the process. on_end: the process is gone, by itself or by force."""
         self.world = world
         self.generation = world.rng.getrandbits(60)
         self.name = name
         self.is_alive = True
         self.num_steps = 0
+        self.num_poisonings = 0
+        self._on_end = on_end
         self.connector = SimConnector(world, store)
         self._connect_to_router = connect
         self._link: Link | None = None
@@ -42,7 +88,7 @@ class SimNode:
         self._inbox: list[messages.RouterMessage] = []
         pool = KVPoolMemory(fake_layout(options.block_size), num_blocks)
         self.connector.register_kv_cache(pool)
-        self.runner = FakeRunner(pool)
+        self.runner = SimRunner(pool, poison)
         self._model = fake_model(options.block_size, MAX_MODEL_LEN)
         engine = EngineCore(options, self._model, num_blocks, self.runner, self.connector, world)
         self.core = NodeCore(NodeIdentity(name, role, self.generation), engine)
@@ -62,11 +108,8 @@ class SimNode:
     # -- faults --------------------------------------------------------------------------------------------------------
     def kill(self) -> None:
         """kill -9: the kernel closes the connection, everything else simply stops."""
-        self.is_alive = False
-        self.connector.die()
-        if self._link is not None:
-            self._link.close()
         self.world.log(f"{self.name} is killed")
+        self._end()
 
     def stop_for(self, seconds: float) -> None:
         """SIGSTOP and, later, SIGCONT: the connection stays open."""
@@ -83,6 +126,13 @@ class SimNode:
     def link(self) -> Link | None:
         """The present connection."""
         return self._link
+
+    def _end(self) -> None:
+        self.is_alive = False
+        self.connector.die()
+        if self._link is not None:
+            self._link.close()
+        self._on_end(self)
 
     # -- the process ---------------------------------------------------------------------------------------------------
     def _later(self, delay_s: float, event: Callable[[], None]) -> None:
@@ -155,7 +205,13 @@ class SimNode:
             news += self.core.handle(command)
         duration_s = 0.001
         if self.core.engine.has_work():
-            step_news, num_tokens = self.core.step()
+            try:
+                step_news, num_tokens = self.core.step()
+            except ProcessCrashError:
+                self.num_poisonings += 1
+                self.world.log(f"{self.name} crashes")
+                self._end()
+                return
             self.num_steps += 1
             news += step_news
             duration_s = 0.002 + 0.0003 * num_tokens
@@ -164,6 +220,13 @@ class SimNode:
             self._later(duration_s, lambda message=message: self._send(message))  # type: ignore[misc]
         if self.core.engine.has_work() or self._inbox:
             self._schedule_step(duration_s)
+        elif self.core.is_draining:
+            self._is_step_scheduled = True  # nothing is done any more; what was said still leaves
+            self._later(duration_s + LINGER_S, self._leave)
+
+    def _leave(self) -> None:
+        self.world.log(f"{self.name} leaves")
+        self._end()
 
     def _check_references(self) -> None:
         counts = self.core.engine.audit().counts

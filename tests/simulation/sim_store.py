@@ -30,6 +30,13 @@ class SimStore:
     max_delay_s: float = 0.005
     is_failing: bool = False
     is_hanging: bool = False
+    is_full: bool = False
+    is_away: bool = False
+
+    def calm(self) -> None:
+        """All is well again."""
+        self.is_failing = self.is_hanging = self.is_full = self.is_away = False
+        self.max_delay_s = 0.005
 
     def put(self, block_hash: bytes, payload: bytes) -> None:
         """Store a block; the oldest go when there is no room."""
@@ -51,6 +58,7 @@ class SimConnector(KVConnector):
         self._is_dead = False
         self._in_flight: set[int] = set()
         self._results: list[TransferResult] = []
+        self.is_cut_off = False  # a partition between this node and the store
 
     def register_kv_cache(self, pool: KVPoolMemory) -> None:
         self._pool = pool
@@ -82,7 +90,9 @@ class SimConnector(KVConnector):
         if self._is_dead:
             return
         self._in_flight.discard(transfer.transfer_id)
-        if self._store.is_failing and self._world.rng.random() < 0.5:
+        is_refused = transfer.direction is TransferDirection.SAVE and self._store.is_full
+        is_unreachable = self._store.is_away or self.is_cut_off
+        if is_refused or is_unreachable or (self._store.is_failing and self._world.rng.random() < 0.5):
             self._results.append(TransferResult(transfer.transfer_id, 0, TransferOutcome.ERROR))
             return
         num_ok, outcome = self._move(transfer)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from core.engine import EngineCore
 from core.kv.block_pool import BlockPool
 from core.kv.connector import Transfer, TransferOutcome, TransferResult
 from core.kv.hashing import Namespace
@@ -19,7 +20,8 @@ from core.kv_cache_manager import KVCacheManager
 from core.request import Request
 from core.scheduler import Scheduler
 from core.wire.messages import RequestUpdate
-from router.request_flow import Action, Attempt, Deliver, RequestFlow
+from core.wire.numbering import Arrival, MessageNumbers, Place
+from router.request_flow import Action, Attempt, Deliver, Fail, RequestFlow
 from router.router_core import RouterCore
 from tests.simulation.__main__ import run_seed, summarize
 from tests.simulation.cluster import SimCluster
@@ -43,12 +45,27 @@ def test_simulation_fresh_seeds_keep_every_promise() -> None:
         reports.append(report)
     summary = summarize(reports, 1.0)
     assert summary["num_right"] > 0.9 * summary["num_requests"]
-    assert summary["num_kills"] > 0 and summary["external_hit_tokens"] > 0 and summary["preemptions"] > 0
+    assert summary["num_kills"] > 0 and summary["num_external_hit_tokens"] > 0 and summary["num_preemptions"] > 0
 
 
 @pytest.mark.parametrize("seed", SEEDS_THAT_FOUND_SOMETHING)
 def test_simulation_seed_that_once_found_something_keeps_every_promise(seed: int) -> None:
     assert run_seed(seed)[1] == ""
+
+
+def test_simulation_poison_alone_takes_few_nodes_with_it_and_all_others_are_answered() -> None:
+    num_poisoned = 0
+    for seed in range(200):
+        cluster = SimCluster(seed, has_faults=False)
+        poison = [request for request in cluster.clients.requests if request.is_poison]
+        if not poison:
+            continue
+        cluster.run()
+        num_poisoned += sum(isinstance(request.end, Fail) for request in poison)
+        for request in cluster.clients.requests:
+            if isinstance(request.end, Fail) and not request.is_poison:  # there was no node for longer than node_wait_s
+                assert "no decode node is alive" in request.end.message, f"seed {seed}: {request.name}: {request.end}"
+    assert num_poisoned > 10
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------------------
@@ -220,7 +237,7 @@ def updates_of_older_attempts_are_taken(patch: pytest.MonkeyPatch) -> None:
 
 def lost_node_keeps_its_requests(patch: pytest.MonkeyPatch) -> None:
     """Nobody takes over what a dead node had."""
-    patch.setattr(RouterCore, "_fail_over", lambda core, node_id, wire_ids, reason, now_s: None)
+    patch.setattr(RouterCore, "_fail_over", lambda core, node_id, wire_ids, reason, now_s, **_: None)
 
 
 def repeated_tokens_reach_the_client(patch: pytest.MonkeyPatch) -> None:
@@ -239,6 +256,53 @@ def repeated_tokens_reach_the_client(patch: pytest.MonkeyPatch) -> None:
         return actions
 
     patch.setattr(RequestFlow, "_deliver", deliver)
+
+
+def gap_in_the_numbers_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A message that was lost is not missed."""
+    original = MessageNumbers.receive
+
+    def receive(numbers: MessageNumbers, place: Place) -> Arrival:
+        arrival = original(numbers, place)
+        if arrival is Arrival.GAP:
+            numbers._num_received = place.number
+            return Arrival.NEXT
+        return arrival
+
+    patch.setattr(MessageNumbers, "receive", receive)
+
+
+def repeated_messages_are_taken(patch: pytest.MonkeyPatch) -> None:
+    """A message that the network repeats is carried out twice, whenever it comes."""
+    original = MessageNumbers.receive
+
+    def receive(numbers: MessageNumbers, place: Place) -> Arrival:
+        arrival = original(numbers, place)
+        return Arrival.NEXT if arrival is Arrival.OLD else arrival
+
+    patch.setattr(MessageNumbers, "receive", receive)
+
+
+def restarted_router_finds_old_requests(patch: pytest.MonkeyPatch) -> None:
+    """A node whose connection broke registers anew without dropping what it had."""
+    patch.setattr(EngineCore, "abort_all", lambda engine: 0)
+
+
+def deaths_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """A request that kills nodes is tried for as long as there are any."""
+    original = RequestFlow.on_node_lost
+
+    def on_node_lost(flow: RequestFlow, node_id: str, reason: str, now_s: float, *, is_death: bool = True) -> list[Action]:
+        actions = original(flow, node_id, reason, now_s, is_death=False)
+        flow.num_faults = 0
+        return actions
+
+    patch.setattr(RequestFlow, "on_node_lost", on_node_lost)
+
+
+def lost_nodes_are_never_marked_down(patch: pytest.MonkeyPatch) -> None:
+    """A send that failed and a heartbeat that is missing have no consequence."""
+    patch.setattr(RouterCore, "_handle_lost", lambda core: core._lost.clear())
 
 
 def _with_outputs(message: Any, output_token_ids: list[int]) -> Any:
@@ -262,6 +326,11 @@ PLANTED_BUGS: tuple[Patch, ...] = (
     updates_of_older_attempts_are_taken,
     lost_node_keeps_its_requests,
     repeated_tokens_reach_the_client,
+    gap_in_the_numbers_is_ignored,
+    repeated_messages_are_taken,
+    restarted_router_finds_old_requests,
+    deaths_are_not_counted,
+    lost_nodes_are_never_marked_down,
 )
 
 

@@ -1,4 +1,4 @@
-"""Virtual time, the order of events, and connections that delay, break and stall. Everything random comes from one seed."""
+"""Virtual time, the order of events, and a network that delays, loses, repeats, reorders and breaks. All from one seed."""
 
 from __future__ import annotations
 
@@ -45,15 +45,30 @@ class World:
             self.trace.append(f"{self._now_s:9.4f}  {text}")
 
 
+@dataclass
+class Network:
+    """How likely a message is lost, repeated or overtaken at present, on every link."""
+
+    loss: float = 0.0
+    repetition: float = 0.0
+    reordering: float = 0.0
+    num_messages: int = 0
+
+    def heal(self) -> None:
+        """From now on everything arrives once and in order."""
+        self.loss = self.repetition = self.reordering = 0.0
+
+
 @dataclass(eq=False)
 class Link:
-    """One TCP-like connection between a node and the router: in order and reliable until it breaks, in both directions at once.
+    """One connection between a node and the router, in both directions at once.
 
-    Messages in flight are lost when it breaks, and each side learns of it on its own time.
+    In order and reliable while the network is well. Messages in flight are lost when it breaks, and each side learns of that on
+    its own time.
     """
 
     world: World
-    identity: bytes
+    network: Network
     to_router: Callable[[bytes], None]
     to_node: Callable[[bytes], None]
     on_router_end_closed: Event
@@ -63,20 +78,32 @@ class Link:
     stalled_until_s: float = 0.0
     _last_arrival_s: dict[str, float] = field(default_factory=dict)
 
-    def send(self, direction: str, payload: bytes) -> None:
+    def send(self, direction: str, frame: bytes) -> None:
         """Deliver after a delay, behind what was sent before; nothing when the connection breaks first."""
-        world = self.world
-        delay_s = world.rng.choice((0.0001, 0.0005, 0.002, 0.02))
+        rng, network = self.world.rng, self.network
+        network.num_messages += 1
+        delay_s = rng.choice((0.0001, 0.0005, 0.002, 0.02))
+        if network.loss and rng.random() < network.loss:
+            self.world.log(f"a message of {len(frame)} bytes {direction} is lost")
+            return
+        if network.repetition and rng.random() < network.repetition:
+            self._deliver(direction, frame, delay_s + rng.random() * 0.1)
+        if network.reordering and rng.random() < network.reordering:
+            self._deliver(direction, frame, delay_s + rng.random() * 0.1)
+            return
         earliest_s = max(self._last_arrival_s.get(direction, 0.0), self.stalled_until_s)
-        arrival_s = max(world.now_s() + delay_s, earliest_s)
+        arrival_s = max(self.world.now_s() + delay_s, earliest_s)
         self._last_arrival_s[direction] = arrival_s
+        self._deliver(direction, frame, arrival_s - self.world.now_s())
+
+    def _deliver(self, direction: str, frame: bytes, delay_s: float) -> None:
         deliver = self.to_router if direction == "to_router" else self.to_node
 
         def arrive() -> None:
             if self.is_open:
-                deliver(payload)
+                deliver(frame)
 
-        world.after(arrival_s - world.now_s(), arrive)
+        self.world.after(delay_s, arrive)
 
     def stall(self, seconds: float) -> None:
         """A partition that heals: what is sent meanwhile arrives late."""

@@ -28,6 +28,7 @@ from core.config import (
     ModelOptions,
     NodeOptions,
     RouterOptions,
+    SecurityOptions,
     config_to_yaml,
 )
 from core.errors import ConfigError
@@ -46,6 +47,7 @@ NUM_LOG_LINES_SHOWN = 40
 class ClusterSpec:
     """What to start. engine, router and connector_options are keys of the configuration's sections, over small defaults.
 
+    host: where everything listens; beyond loopback it takes keys. api_key: an administrator's, where the router asks for one.
     pool_name: of the shared-memory pool; "" makes one up that no other test uses. flags go to every node's command line,
     environment to every process.
     """
@@ -61,6 +63,9 @@ class ClusterSpec:
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     pool_name: str = ""
+    host: str = HOST
+    keys: str = ""
+    api_key: str = ""
     start_timeout_s: float = 180.0
     request_timeout_s: float = 300.0
 
@@ -81,10 +86,10 @@ class Cluster:
         self._num_started = {"prefill": 0, "decode": 0}
         self._temporary_files = self.folder / "tmp"
         self._temporary_files.mkdir()
-        self._port, self._control_port = find_free_ports(HOST, 2)
+        self._port, self._control_port = find_free_ports(spec.host, 2)
         self._config_file = self.folder / "config.yaml"
         self._config_file.write_text(config_to_yaml(self._config()))
-        self.client = ClusterClient(self.url, MODEL_NAME, spec.request_timeout_s)
+        self.client = ClusterClient(self.url, MODEL_NAME, spec.request_timeout_s, spec.api_key)
 
     def __enter__(self) -> Cluster:
         try:
@@ -116,12 +121,12 @@ class Cluster:
     @property
     def url(self) -> str:
         """Of the router's HTTP server."""
-        return f"http://{HOST}:{self._port}"
+        return f"http://{self.spec.host}:{self._port}"
 
     @property
     def router_address(self) -> str:
         """HOST:PORT at which nodes register."""
-        return f"{HOST}:{self._control_port}"
+        return f"{self.spec.host}:{self._control_port}"
 
     # -- processes -----------------------------------------------------------------------------------------------------
     def start_router(self) -> None:
@@ -218,7 +223,7 @@ class Cluster:
         left += [str(path) for path in self._temporary_files.rglob("*")]
         for port in (self._port, self._control_port):
             try:
-                check_port_free("port", HOST, port)
+                check_port_free("port", self.spec.host, port)
             except ConfigError as error:
                 left.append(str(error))
         return left
@@ -232,9 +237,18 @@ class Cluster:
             model=ModelOptions(path=spec.model, dtype=spec.dtype, served_name=MODEL_NAME),
             engine=EngineOptions(**{"num_threads": 1, "kv_pool_mib": 128, **spec.engine}),
             connector=ConnectorOptions(name=spec.connector, options=options),
-            router=RouterOptions(**{"host": HOST, "port": self._port, "control_port": self._control_port, **spec.router}),
+            router=RouterOptions(
+                **{
+                    "host": spec.host,
+                    "port": self._port,
+                    "control_host": spec.host,
+                    "control_port": self._control_port,
+                    **spec.router,
+                }
+            ),
             node=NodeOptions(router=self.router_address),
             cluster=ClusterOptions(prefill=spec.prefill, decode=max(1, spec.decode)),
+            security=SecurityOptions(keys=spec.keys),
         )
 
     def _start(self, name: str, *flags: str) -> None:

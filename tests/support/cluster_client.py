@@ -16,9 +16,10 @@ Labels = tuple[tuple[str, str], ...]
 class ClusterClient:
     """Safe from several threads. `http` is the plain httpx client, for everything that has no method here."""
 
-    def __init__(self, url: str, model_name: str, timeout_s: float) -> None:
+    def __init__(self, url: str, model_name: str, timeout_s: float, api_key: str = "") -> None:
         self.http = httpx.Client(
             base_url=url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=timeout_s,
             trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),

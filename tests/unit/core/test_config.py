@@ -18,15 +18,17 @@ from core.config import (
     ModelOptions,
     NodeOptions,
     RouterOptions,
+    SecurityOptions,
     add_config_flags,
     config_to_yaml,
     load_config,
     options_from_mapping,
+    router_api_key,
     user_cache_dir,
 )
 from core.errors import ConfigError
 
-SECTIONS = ("model", "engine", "connector", "router", "node", "cluster")
+SECTIONS = ("model", "engine", "connector", "router", "node", "cluster", "security")
 
 
 def parse(*flags: str) -> dict[str, Any]:
@@ -227,3 +229,56 @@ def test_config_null_connector_options_take_a_flag(tmp_path: Path) -> None:
 def test_config_wrong_type_says_what_is_allowed_in_words() -> None:
     with pytest.raises(ConfigError, match=r"^router\.port: got 'abc'; allowed: a whole number$"):
         load("--port", "abc")
+
+
+BEYOND_LOOPBACK = [
+    "0.0.0.0",
+    "::",
+    "*",
+    "192.0.2.7",
+    "10.0.0.1",
+    "fd00::2",
+    "::ffff:192.0.2.7",
+    "node7.example",
+    "eth0",
+    "",
+    "127.1",
+]
+
+
+@pytest.mark.parametrize("host", BEYOND_LOOPBACK)
+def test_config_control_host_beyond_loopback_without_keys_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^router\.control_host: got .*security\.keys.*`kvrelay keys DIR`"):
+        load("--control-host", host)
+    assert load("--control-host", host, "--keys", "/keys").router.control_host == host
+
+
+@pytest.mark.parametrize("host", [host for host in BEYOND_LOOPBACK if host])
+def test_config_node_whose_router_is_beyond_loopback_without_keys_is_refused(host: str) -> None:
+    address = f"[{host}]:8001" if ":" in host else f"{host}:8001"
+    with pytest.raises(ConfigError, match=r"^node\.router: got .*security\.keys.*`kvrelay keys DIR`"):
+        load("--router", address)
+    assert load("--router", address, environment={"KVRELAY_SECURITY_KEYS": "/keys"}).node.router == address
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost", "LocalHost", "::ffff:127.0.0.1"])
+def test_config_loopback_needs_no_keys(host: str) -> None:
+    assert load("--control-host", host).security == SecurityOptions(keys="")
+    assert load("--router", f"[{host}]:8001" if ":" in host else f"{host}:8001").security.keys == ""
+
+
+def test_config_http_beyond_loopback_leaves_the_control_socket_where_it_is() -> None:
+    config = load("--host", "0.0.0.0")
+    assert (config.router.host, config.router.control_host) == ("0.0.0.0", "127.0.0.1")
+
+
+def test_router_api_key_comes_from_the_environment_and_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVRELAY_API_KEY", raising=False)
+    assert router_api_key() == ""
+    monkeypatch.setenv("KVRELAY_API_KEY", " kvr-secret\n")
+    assert router_api_key() == "kvr-secret"
+    assert load_config({}, {"KVRELAY_API_KEY": "kvr-secret"}) == Config()
+    monkeypatch.setenv("KVRELAY_API_KEY", "kvr-secret\nX-Other: 1")
+    with pytest.raises(ConfigError, match="KVRELAY_API_KEY") as caught:
+        router_api_key()
+    assert "secret" not in str(caught.value)

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from core.config import ClusterOptions, Config, ConnectorOptions, EngineOptions, ModelOptions, NodeOptions, RouterOptions
+from core.config import (
+    ClusterOptions,
+    Config,
+    ConnectorOptions,
+    EngineOptions,
+    ModelOptions,
+    NodeOptions,
+    RouterOptions,
+    SecurityOptions,
+)
 from core.errors import ConfigError
 from deploy.topology import child_specs, choose_ports, connect_host, effective_config, join_host_port, with_connector_defaults
 
@@ -61,7 +70,17 @@ def test_effective_config_model_is_the_folder_under_its_alias(tmp_path: Path) ->
 def test_effective_config_nodes_find_the_router() -> None:
     assert effective(Config()).node.router == "127.0.0.1:8001"
     assert effective(Config(router=RouterOptions(host="0.0.0.0", port=9000, control_port=9500))).node.router == "127.0.0.1:9500"
-    assert effective(Config(router=RouterOptions(host="::"))).node.router == "[::1]:8001"
+    assert effective(Config(router=RouterOptions(control_host="::1"))).node.router == "[::1]:8001"
+    keys = SecurityOptions(keys="/keys")
+    assert effective(Config(router=RouterOptions(control_host="0.0.0.0"), security=keys)).node.router == "127.0.0.1:8001"
+    assert effective(Config(router=RouterOptions(control_host="10.1.2.3"), security=keys)).node.router == "10.1.2.3:8001"
+
+
+def test_effective_config_paths_mean_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = effective(Config(router=RouterOptions(api_keys_file="api.yaml"), security=SecurityOptions(keys="keys")))
+    assert (config.router.api_keys_file, config.security.keys) == (str(tmp_path / "api.yaml"), str(tmp_path / "keys"))
+    assert (effective(Config()).router.api_keys_file, effective(Config()).security.keys) == ("", "")
 
 
 def test_child_specs_router_is_first_and_names_are_unique() -> None:
@@ -110,6 +129,12 @@ def test_choose_ports_taken_port_names_the_flag() -> None:
 def test_choose_ports_host_that_is_not_ours_names_the_flag() -> None:
     with pytest.raises(ConfigError, match="--host"):
         choose_ports(Config(router=RouterOptions(host="not a host name")))
+
+
+def test_choose_ports_control_host_that_is_not_ours_names_its_flag() -> None:
+    config = Config(router=RouterOptions(port=0, control_host="not a host name"), security=SecurityOptions(keys="/keys"))
+    with pytest.raises(ConfigError, match="--control-host"):
+        choose_ports(config)
 
 
 def test_choose_ports_both_equal_is_refused() -> None:

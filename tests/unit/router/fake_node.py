@@ -13,6 +13,7 @@ import zmq
 
 from core.stats import EngineStats
 from core.step import TokenLogprob
+from core.wire.curve import CurveKeys, use_node_keys
 from core.wire.messages import (
     Abort,
     AuditReply,
@@ -92,6 +93,7 @@ class FakeNode:
     aborted: list[str] = field(default_factory=list)
     refusal: str | None = None
     num_tokens_sent: int = 0
+    keys: CurveKeys | None = None
 
     def __post_init__(self) -> None:
         self._running: dict[str, _Running] = {}
@@ -121,6 +123,7 @@ class FakeNode:
         socket = context.socket(zmq.DEALER)
         socket.set(zmq.IDENTITY, f"{self.node_id}:{self.generation}".encode())
         socket.set(zmq.LINGER, 0)
+        use_node_keys(socket, self.keys)
         socket.connect(f"tcp://127.0.0.1:{self.control_port}")
         self._register(socket)
         last_heartbeat_s = 0.0

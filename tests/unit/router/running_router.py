@@ -12,6 +12,8 @@ import uvicorn
 
 from core.clock import MonotonicClock
 from core.config import ModelOptions, RouterOptions
+from core.wire.curve import CurveKeys
+from router.api_key_file import ApiKeyFile
 from router.chat_template import load_chat_template
 from router.dispatcher import Dispatcher
 from router.http_api import HttpApi
@@ -22,9 +24,11 @@ from tests.unit.router.fake_node import FakeNode, model_info
 
 
 class RunningRouter:
-    """Context manager. Nodes added with add_node end with it."""
+    """Context manager. Nodes added with add_node end with it. keys: the router's; fake nodes of theirs take node_keys."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, *, keys: CurveKeys | None = None, node_keys: CurveKeys | None = None, **options: Any
+    ) -> None:
         defaults: dict[str, Any] = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 1.0, "node_wait_s": 0.5}
         self.options = RouterOptions(port=0, **{**defaults, **options})
         self.tokenizer = Tokenizer(folder)
@@ -33,6 +37,7 @@ class RunningRouter:
         self.dispatcher: Dispatcher
         self.api: HttpApi
         self._folder = folder
+        self._keys, self._node_keys = keys, node_keys
         self._socket: socket.socket = bind_http(self.options)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self.model = read_served_model(ModelOptions(path="tiny"), folder, self.tokenizer)
@@ -59,7 +64,7 @@ class RunningRouter:
     ) -> FakeNode:
         """Start a fake node and wait until the router has answered its registration."""
         info = model_info(self.model.vocab_size, self.model.max_model_len, fingerprint)
-        node = FakeNode(role, node_id or f"{role}-{len(self.nodes)}", self.control_port, info, **behaviour)
+        node = FakeNode(role, node_id or f"{role}-{len(self.nodes)}", self.control_port, info, keys=self._node_keys, **behaviour)
         self.nodes.append(node)
         return node.start(wait)
 
@@ -74,11 +79,13 @@ class RunningRouter:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         clock, metrics = MonotonicClock(), RouterMetrics("tiny")
-        self.dispatcher = Dispatcher(self.options, clock, metrics)
-        self.control_port = self.dispatcher.bind("127.0.0.1", 0)
+        self.dispatcher = Dispatcher(self.options, clock, metrics, self._keys)
+        self.control_port = self.dispatcher.bind(self.options.control_host, self.options.control_port)
         self.dispatcher.start()
         template = load_chat_template(self._folder, self.tokenizer)
-        self.api = HttpApi(self.options, clock, self.model, self.tokenizer, template, self.dispatcher, metrics)
+        file = self.options.api_keys_file
+        api_keys = ApiKeyFile(Path(file), clock) if file else None
+        self.api = HttpApi(self.options, clock, self.model, self.tokenizer, template, self.dispatcher, metrics, api_keys=api_keys)
         self._server = uvicorn.Server(
             uvicorn.Config(self.api.app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
         )

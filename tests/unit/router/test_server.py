@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from router.api_key_file import add_api_key
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -98,3 +100,36 @@ def test_router_process_missing_model_says_so_in_one_line(processes: list[subpro
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 1
     assert errors.count("\n") == 1 and "nothing" in errors, errors
+
+
+@pytest.mark.parametrize(
+    ("host", "has_keys", "num_warnings"), [("0.0.0.0", False, 1), ("0.0.0.0", True, 0), ("127.0.0.1", False, 0)]
+)
+def test_router_process_http_beyond_loopback_without_api_keys_warns_once(
+    processes: list[subprocess.Popen[str]], servable_folder: Path, tmp_path: Path, host: str, has_keys: bool, num_warnings: int
+) -> None:
+    port = free_port()
+    flags = ["--model", str(servable_folder), "--host", host, "--port", str(port)]
+    if has_keys:
+        add_api_key(tmp_path / "api.yaml", "alice", is_admin=False)
+        flags += ["--api-keys-file", str(tmp_path / "api.yaml")]
+    process = start(processes, *flags)
+    assert process.stdout is not None and process.stderr is not None
+    assert f"http://{host}:" in (line := process.stdout.readline()) and "nodes register at 127.0.0.1:" in line
+    assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 503
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+    assert process.stderr.read().count("there are no API keys (router.api_keys_file)") == num_warnings
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [(("--keys", "/no/such/folder"), "security.keys"), (("--api-keys-file", "/no/such/file"), "router.api_keys_file")],
+)
+def test_router_process_keys_that_are_not_there_are_one_line(
+    processes: list[subprocess.Popen[str]], servable_folder: Path, flags: tuple[str, str], expected: str
+) -> None:
+    process = start(processes, "--model", str(servable_folder), "--port", "0", *flags)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert errors.count("\n") == 1 and f"{expected}: got '{flags[1]}" in errors, errors
