@@ -11,8 +11,9 @@ CHECKED_ROOMS := core connectors router prefill_node decode_node deploy
 ARGS ?=
 URL ?= http://127.0.0.1:8000
 SEEDS ?= 0:300
+MINUTES ?= 30
 
-.PHONY: help serve test check format sim fuzz bench clean
+.PHONY: help serve test check format sim fuzz soak bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -40,6 +41,9 @@ sim: $(VENV)/.installed-dev  ## a simulated cluster with faults: SEED=7 for one 
 
 fuzz: $(VENV)/.installed-dev  ## hostile messages, bodies and stored bytes, for an hour or so (ARGS="-k stored")
 	@$(BIN)/python -m pytest tests/fuzz --hypothesis-profile=long --timeout=14400 $(ARGS)
+
+soak: $(VENV)/.installed-dev  ## half an hour of saturation: memory, descriptors and latency must stay flat (MINUTES=3 for a short one)
+	@$(BIN)/python -m tests.fault.soak --minutes $(MINUTES) --json $(ARGS)
 
 bench: $(VENV)/.installed-dev  ## load a running cluster (URL=http://127.0.0.1:8000) and print its latencies
 	@$(BIN)/python -m bench.serving --url $(URL) --requests 32 --rate 2 --input-tokens 256 --output-tokens 32 $(ARGS)

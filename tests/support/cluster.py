@@ -48,7 +48,8 @@ class ClusterSpec:
     """What to start. engine, router and connector_options are keys of the configuration's sections, over small defaults.
 
     host: where everything listens; beyond loopback it takes keys. api_key: an administrator's, where the router asks for one.
-    pool_name: of the shared-memory pool; "" makes one up that no other test uses. flags go to every node's command line.
+    pool_name: of the shared-memory pool; "" makes one up that no other test uses. flags go to every node's command line,
+    environment to every process.
     """
 
     model: str
@@ -60,6 +61,7 @@ class ClusterSpec:
     engine: Mapping[str, Any] = field(default_factory=dict)
     router: Mapping[str, Any] = field(default_factory=dict)
     flags: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     pool_name: str = ""
     host: str = HOST
     keys: str = ""
@@ -103,7 +105,7 @@ class Cluster:
 
     def __exit__(self, error_type: object, *_: object) -> None:
         try:
-            left = self._stop_all() + self.find_leftovers()
+            left = self.stop()
             if left or error_type is not None:
                 self.show_logs()
             if left and error_type is None:
@@ -111,6 +113,10 @@ class Cluster:
         finally:
             self.client.close()
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def stop(self) -> list[str]:
+        """End all processes in order; what had to be killed, and what find_leftovers finds. Safe to repeat."""
+        return self._stop_all() + self.find_leftovers()
 
     @property
     def url(self) -> str:
@@ -135,6 +141,12 @@ class Cluster:
         if wait:
             self.wait_until(lambda: self.client.node_status(name) == "up", f"{name} is up", self.spec.start_timeout_s)
         return name
+
+    def restart_node(self, name: str, *flags: str, wait: bool = True) -> None:
+        """Start a node again under its old name, as a supervisor does after kill(); wait: until the router has it."""
+        self._start(name, "--node-id", name, *self.spec.flags, *flags)
+        if wait:
+            self.wait_until(lambda: self.client.node_status(name) == "up", f"{name} is up again", self.spec.start_timeout_s)
 
     def kill(self, name: str) -> None:
         """kill -9, and wait until the process is gone."""
@@ -243,7 +255,8 @@ class Cluster:
         assert threading.current_thread() is threading.main_thread(), "start processes from the main thread"
         assert name not in self.children, f"{name} runs already"
         spec = process_spec(name, self._config_file, *flags)
-        spec = dataclasses.replace(spec, environment=(*spec.environment, ("TMPDIR", str(self._temporary_files))))
+        added = {"TMPDIR": str(self._temporary_files), **self.spec.environment}
+        spec = dataclasses.replace(spec, environment=(*spec.environment, *added.items()))
         log_path = self._log_path(name)
 
         def append_to_log(_: str, line: str) -> None:
