@@ -23,6 +23,7 @@ RESTART_DELAYS_S = (0.2, 1.0, 8.0)
 FAULTS_END_S = 20.0
 DRAIN_S = 100.0  # at most
 SLICE_S = 3.0
+MIN_QUIET_PREFILL_TIMEOUT_S = 0.2  # below, prefills are given up without any fault
 
 
 class SimMetrics(RouterMetrics):
@@ -115,6 +116,8 @@ class SimCluster:
                 self._start_node(f"{role}-{index}", role)
         self._tick()
         self.clients = Clients(world, requests, lambda: self.router)
+        if self.router_options.prefill_timeout_s < MIN_QUIET_PREFILL_TIMEOUT_S:
+            self.clients.num_disturbances += 1
         self.faults = Faults(self, FAULTS_END_S, max_faults) if has_faults else None
 
     # -- run -----------------------------------------------------------------------------------------------------------

@@ -47,9 +47,10 @@ NUM_LOG_LINES_SHOWN = 40
 class ClusterSpec:
     """What to start. engine, router and connector_options are keys of the configuration's sections, over small defaults.
 
-    host: where everything listens; beyond loopback it takes keys. api_key: an administrator's, where the router asks for one.
+    host: where everything listens; beyond loopback it takes keys. control_host: where nodes register, if elsewhere. api_key: an
+    administrator's, where the router asks for one.
     pool_name: of the shared-memory pool; "" makes one up that no other test uses. flags go to every node's command line,
-    environment to every process.
+    environment to every process. node_module: what nodes run instead of their own main; it is given the role first.
     """
 
     model: str
@@ -62,8 +63,10 @@ class ClusterSpec:
     router: Mapping[str, Any] = field(default_factory=dict)
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    node_module: str = ""
     pool_name: str = ""
     host: str = HOST
+    control_host: str = ""
     keys: str = ""
     api_key: str = ""
     start_timeout_s: float = 180.0
@@ -126,18 +129,18 @@ class Cluster:
     @property
     def router_address(self) -> str:
         """HOST:PORT at which nodes register."""
-        return f"{self.spec.host}:{self._control_port}"
+        return f"{self.spec.control_host or self.spec.host}:{self._control_port}"
 
     # -- processes -----------------------------------------------------------------------------------------------------
     def start_router(self) -> None:
         """Start the router, for the first time or after kill("router")."""
         self._start("router")
 
-    def start_node(self, role: str, *flags: str, wait: bool = True) -> str:
-        """Start another node and return its name; wait: until the router has it."""
+    def start_node(self, role: str, *flags: str, wait: bool = True, inside: Sequence[str] = ()) -> str:
+        """Start another node and return its name; wait: until the router has it. inside: a command that runs its command line."""
         name = f"{role}-{self._num_started[role]}"
         self._num_started[role] += 1
-        self._start(name, "--node-id", name, *self.spec.flags, *flags)
+        self._start(name, "--node-id", name, *self.spec.flags, *flags, inside=inside)
         if wait:
             self.wait_until(lambda: self.client.node_status(name) == "up", f"{name} is up", self.spec.start_timeout_s)
         return name
@@ -241,7 +244,7 @@ class Cluster:
                 **{
                     "host": spec.host,
                     "port": self._port,
-                    "control_host": spec.host,
+                    "control_host": spec.control_host or spec.host,
                     "control_port": self._control_port,
                     **spec.router,
                 }
@@ -251,10 +254,15 @@ class Cluster:
             security=SecurityOptions(keys=spec.keys),
         )
 
-    def _start(self, name: str, *flags: str) -> None:
+    def _start(self, name: str, *flags: str, inside: Sequence[str] = ()) -> None:
         assert threading.current_thread() is threading.main_thread(), "start processes from the main thread"
         assert name not in self.children, f"{name} runs already"
         spec = process_spec(name, self._config_file, *flags)
+        if self.spec.node_module and name != "router":
+            module = spec.argv.index("-m") + 1
+            replaced = (*spec.argv[:module], self.spec.node_module, name.partition("-")[0], *spec.argv[module + 1 :])
+            spec = dataclasses.replace(spec, argv=replaced)
+        spec = dataclasses.replace(spec, argv=(*inside, *spec.argv))
         added = {"TMPDIR": str(self._temporary_files), **self.spec.environment}
         spec = dataclasses.replace(spec, environment=(*spec.environment, *added.items()))
         log_path = self._log_path(name)

@@ -20,7 +20,8 @@ class DelayingProxy:
     refuses, new ones are closed at once.
     """
 
-    def __init__(self, server_port: int) -> None:
+    def __init__(self, server_port: int, host: str = HOST) -> None:
+        """host: where it listens."""
         self.latency_s = 0.0
         self.bytes_per_s = 0.0
         self.is_stalled = False
@@ -31,7 +32,7 @@ class DelayingProxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="delaying-proxy", daemon=True)
         self._thread.start()
-        self._listener = self._run(asyncio.start_server(self._serve, HOST, 0))
+        self._listener = self._run(asyncio.start_server(self._serve, host, 0))
         self.port: int = self._listener.sockets[0].getsockname()[1]
 
     def cut(self) -> int:
