@@ -21,7 +21,7 @@ from core.clock import MonotonicClock
 from core.config import EXIT_USAGE, LOG_FORMAT, Config, parse_config
 from core.engine import EngineCore
 from core.engine_model import EngineModel
-from core.errors import KVRelayError
+from core.errors import ConfigError, KVRelayError
 from core.kv.connector import KVConnector
 from core.kv.pool_memory import KVPoolMemory
 from core.metrics import engine_metric_families
@@ -53,8 +53,6 @@ class NodeServer:
         connector: KVConnector | None,
     ) -> None:
         options = config.node
-        if connector is not None:
-            connector.register_kv_cache(pool)
         engine = EngineCore(config.engine, model, pool.num_blocks, runner, connector, MonotonicClock())
         self._options = options
         self._is_stopping = False
@@ -81,6 +79,7 @@ class NodeServer:
         )
         if connector is not None:
             connector.on_result = self._link.wake_step_thread
+            connector.register_kv_cache(pool)  # last: a node that cannot start must leave no store behind
 
     def run(self) -> int:
         """Serve until drained, refused or told to stop. This is the step thread."""
@@ -130,12 +129,16 @@ class NodeServer:
             self._link.set_heartbeat(heartbeat)
 
     def _serve_metrics(self) -> str:
-        """Serve /metrics on loopback; the address, or an empty string when it is off."""
+        """Serve /metrics on loopback; the address, or an empty string when it is off. Raises ConfigError."""
         if self._options.metrics_port < 0:
             return ""
         registry = CollectorRegistry()
         registry.register(_StatsCollector(self))
-        server, _thread = start_http_server(self._options.metrics_port, addr="127.0.0.1", registry=registry)
+        port = self._options.metrics_port
+        try:
+            server, _thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+        except OSError as error:
+            raise ConfigError("node.metrics_port", port, f"a free port, or 0 for any ({error.strerror})") from error
         return f"127.0.0.1:{server.server_port}"
 
     def metric_families(self) -> list[Metric]:
