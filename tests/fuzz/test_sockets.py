@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 import zmq
 
 from core.wire import messages
-from core.wire.numbering import OUTSIDE
+from core.wire.numbering import OUTSIDE, add_header
 from tests.support.fake_runner import oracle_tokens
 from tests.unit.core.test_node import NodeUnderTest, _generate
 from tests.unit.router.flow_bench import heartbeat_message, register_message
@@ -24,6 +25,16 @@ from tests.unit.router.test_http_faults import complete, expected, metric, wait_
 from tests.unit.router.tiny_model import build_byte_level_folder
 
 PROMPT = [1, 2, 3, 4, 5, 6]
+
+
+CANARY = Path(tempfile.gettempdir()) / f"kvrelay-unpickled-{os.getpid()}"
+PICKLE = f"cos\nsystem\n(S'touch {CANARY}'\ntR.".encode()  # whoever unpickles this runs a command
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_ever_unpickled() -> Iterator[None]:
+    yield
+    assert not CANARY.exists(), "bytes from a peer were unpickled"
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +50,8 @@ def garbage(well_formed: bytes) -> list[list[bytes]]:
         [b""],
         [b"", b""],
         [b"junk"],
+        [PICKLE],
+        [add_header(OUTSIDE, PICKLE)],
         [well_formed, b""],
         [b"", well_formed],
         [b"x"] * 300,

@@ -45,12 +45,15 @@ class Poison:
 class SimRunner(FakeRunner):
     """The fake model, with prompts that it does not survive."""
 
-    def __init__(self, pool: KVPoolMemory, poison: Collection[Poison]) -> None:
+    def __init__(self, pool: KVPoolMemory, options: EngineOptions, poison: Collection[Poison]) -> None:
         super().__init__(pool)
+        self._options = options
         self._poison = poison
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the plan, or die."""
+        """Compute the plan, or die. No plan may exceed what the engine was allowed."""
+        assert plan.num_total_tokens <= self._options.max_num_batched_tokens, f"{plan.num_total_tokens} tokens in a step"
+        assert len(plan.num_scheduled_tokens) <= self._options.max_num_seqs, f"{len(plan.num_scheduled_tokens)} requests"
         for new in plan.new_requests:
             if any(poison.is_in(new.token_ids) for poison in self._poison):
                 raise ProcessCrashError
@@ -88,7 +91,7 @@ class SimNode:
         self._inbox: list[messages.RouterMessage] = []
         pool = KVPoolMemory(fake_layout(options.block_size), num_blocks)
         self.connector.register_kv_cache(pool)
-        self.runner = SimRunner(pool, poison)
+        self.runner = SimRunner(pool, options, poison)
         self._model = fake_model(options.block_size, MAX_MODEL_LEN)
         engine = EngineCore(options, self._model, num_blocks, self.runner, self.connector, world)
         self.core = NodeCore(NodeIdentity(name, role, self.generation), engine)

@@ -29,7 +29,8 @@ from tests.simulation.sim_store import SimConnector
 
 NUM_FRESH_SEEDS = 500
 MAX_SEEDS_PER_BUG = 2000
-SEEDS_THAT_FOUND_SOMETHING = (1, 9, 51, 69, 357, 407)  # a bug, real or planted: the sharpest ones, run every time
+# Bugs, real or planted, were found by these first; they run every time.
+SEEDS_THAT_FOUND_SOMETHING = (0, 1, 3, 7, 13, 15, 24, 57, 100, 182, 338, 359, 451, 495, 611, 1151, 1231, 980061999)
 
 
 def test_simulation_same_seed_is_the_same_run() -> None:
