@@ -16,7 +16,7 @@ from core.config import Config, config_to_yaml
 from core.model_files import resolve_model
 from core.wire.curve import NODE, ROUTER, load_keys
 from deploy.child_process import ChildSpec
-from deploy.reclaim import reclaim_shared_memory
+from deploy.reclaim import folder_prefix, reclaim_folders, reclaim_shared_memory
 from deploy.router_client import RouterUnreachableError, get_json, nodes_up
 from deploy.supervisor import ClusterStartError, StopRequestedError, Supervisor
 from deploy.topology import (
@@ -44,10 +44,11 @@ def serve(config: Config) -> int:
     url = f"http://{join_host_port(connect_host(config.router.host), config.router.port)}"
     try:
         # The folder goes before the children do: they read it only when they start, and it shall go even if ending them fails.
+        reclaim_folders()
         with (
             open_http_listener(config) as listener,
             Supervisor() as supervisor,
-            tempfile.TemporaryDirectory(prefix="kvrelay-") as folder,
+            tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder,
         ):
             config_file = Path(folder) / "config.yaml"
             config_file.write_text(config_to_yaml(config))
