@@ -7,15 +7,26 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.prompts import LENGTHS, MODEL, NUM_OUTPUT_TOKENS, token_prompts, transformers_continues
+from tests.e2e.prompts import MODEL, NUM_OUTPUT_TOKENS, token_prompts, transformers_continues
 from tests.support.cluster import Cluster, ClusterSpec
 from tests.support.redis_server import EXECUTABLE, RedisProcess
 
 BLOCK_SIZE = 16
-HANDED_OVER = [length for length in LENGTHS if length > BLOCK_SIZE]  # shorter prompts stay on the decode node
-# A hit leaves at least one known token to compute: on a prefill node the prompt's last, on a decode node the first output token.
-NUM_PREFILL_HIT_TOKENS = sum((length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in HANDED_OVER)
-NUM_DECODE_HIT_TOKENS = sum(length // BLOCK_SIZE * BLOCK_SIZE for length in HANDED_OVER)
+
+
+class Prompts:
+    """All twenty prompts in float32; every other one in bfloat16, which has no reference but itself, and costs the same time.
+
+    A hit leaves at least one known token to compute: on a prefill node the prompt's last one, on a decode node the first output.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.token_ids = token_prompts()[:: 1 if dtype == "float32" else 2]
+        lengths = [len(prompt) for prompt in self.token_ids]
+        handed_over = [length for length in lengths if length > BLOCK_SIZE]  # shorter prompts stay on the decode node
+        self.num_handed_over_tokens = sum(handed_over)
+        self.num_prefill_hit_tokens = sum((length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in handed_over)
+        self.num_decode_hit_tokens = sum(length // BLOCK_SIZE * BLOCK_SIZE for length in handed_over)
 
 
 def cluster_spec(dtype: str, *, num_threads: int = 1, **keywords: Any) -> ClusterSpec:
@@ -28,11 +39,11 @@ def cluster_spec(dtype: str, *, num_threads: int = 1, **keywords: Any) -> Cluste
     return ClusterSpec(model=MODEL, dtype=dtype, engine=engine, **keywords)
 
 
-def ask_all(cluster: Cluster, max_concurrent: int = 20) -> list[list[int]]:
+def ask_all(cluster: Cluster, prompts: Prompts, max_concurrent: int = 20) -> list[list[int]]:
     """Output token ids of all prompts, sent together."""
     bodies: list[dict[str, Any]] = [
         {"prompt": prompt, "max_tokens": NUM_OUTPUT_TOKENS, "ignore_eos": True, "return_token_ids": True}
-        for prompt in token_prompts()
+        for prompt in prompts.token_ids
     ]
     return [answer["choices"][0]["token_ids"] for answer in cluster.client.complete_many(bodies, max_concurrent)]
 
@@ -51,46 +62,53 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def expected(dtype: str) -> list[list[int]]:
+def prompts(dtype: str) -> Prompts:
+    return Prompts(dtype)
+
+
+@pytest.fixture(scope="module")
+def expected(dtype: str, prompts: Prompts) -> list[list[int]]:
     """kvrelay's own tokens, monolithic and without a store, three requests at a time."""
     with Cluster(cluster_spec(dtype, num_threads=2, prefill=0, decode=1, connector="none")) as cluster:
-        return ask_all(cluster, max_concurrent=3)
+        return ask_all(cluster, prompts, max_concurrent=3)
 
 
 @pytest.mark.timeout(900)
-def test_monolithic_equals_transformers_in_float32(dtype: str, expected: list[list[int]]) -> None:
+def test_monolithic_equals_transformers_in_float32(dtype: str, prompts: Prompts, expected: list[list[int]]) -> None:
     """In bfloat16 there is no such reference: transformers' own attention variants disagree with each other there."""
-    assert [len(output) for output in expected] == [NUM_OUTPUT_TOKENS] * len(LENGTHS)
+    assert [len(output) for output in expected] == [NUM_OUTPUT_TOKENS] * len(prompts.token_ids)
     if dtype == "float32":
         assert transformers_continues(expected) == expected
 
 
 @pytest.mark.timeout(900)
-def test_disaggregated_through_shm_equals_monolithic_also_from_hits(dtype: str, expected: list[list[int]]) -> None:
+def test_disaggregated_through_shm_equals_monolithic_also_from_hits(
+    dtype: str, prompts: Prompts, expected: list[list[int]]
+) -> None:
     with Cluster(cluster_spec(dtype, prefill=1, decode=1, connector="shm")) as cluster:
-        assert ask_all(cluster) == expected
-        assert external_hits(cluster, "decode") == NUM_DECODE_HIT_TOKENS
+        assert ask_all(cluster, prompts) == expected
+        assert external_hits(cluster, "decode") == prompts.num_decode_hit_tokens
         assert local_hits(cluster, "decode") == 0
-        assert ask_all(cluster) == expected
-        assert local_hits(cluster, "decode") == NUM_DECODE_HIT_TOKENS
-        assert local_hits(cluster, "prefill") == NUM_PREFILL_HIT_TOKENS
+        assert ask_all(cluster, prompts) == expected
+        assert local_hits(cluster, "decode") == prompts.num_decode_hit_tokens
+        assert local_hits(cluster, "prefill") == prompts.num_prefill_hit_tokens
         cluster.wait_clean()
 
 
 @pytest.mark.timeout(900)
 def test_disaggregated_through_nvme_equals_monolithic_also_after_restart(
-    dtype: str, expected: list[list[int]], tmp_path: Path
+    dtype: str, prompts: Prompts, expected: list[list[int]], tmp_path: Path
 ) -> None:
     spec = cluster_spec(dtype, prefill=1, decode=1, connector="nvme", connector_options={"path": str(tmp_path / "kv")})
     with Cluster(spec) as cluster:
-        assert ask_all(cluster) == expected
-        assert external_hits(cluster, "decode") == NUM_DECODE_HIT_TOKENS
+        assert ask_all(cluster, prompts) == expected
+        assert external_hits(cluster, "decode") == prompts.num_decode_hit_tokens
     with Cluster(spec) as cluster:  # all processes are new: what is known is on the disk
-        assert ask_all(cluster) == expected
-        assert external_hits(cluster, "prefill") == NUM_PREFILL_HIT_TOKENS
-        assert external_hits(cluster, "decode") == NUM_DECODE_HIT_TOKENS
+        assert ask_all(cluster, prompts) == expected
+        assert external_hits(cluster, "prefill") == prompts.num_prefill_hit_tokens
+        assert external_hits(cluster, "decode") == prompts.num_decode_hit_tokens
         recomputed = cluster.client.metric("kvrelay_prompt_tokens_by_source_total", role="prefill", source="recomputed")
-        assert recomputed == sum(HANDED_OVER) - NUM_PREFILL_HIT_TOKENS
+        assert recomputed == prompts.num_handed_over_tokens - prompts.num_prefill_hit_tokens
         cluster.wait_clean()
 
 
@@ -98,19 +116,19 @@ def test_disaggregated_through_nvme_equals_monolithic_also_after_restart(
 @pytest.mark.parametrize("dtype", ["bfloat16"], indirect=True)
 @pytest.mark.timeout(900)
 def test_disaggregated_through_redis_where_installed_equals_monolithic_also_from_hits_of_new_processes(
-    dtype: str, expected: list[list[int]], tmp_path: Path
+    dtype: str, prompts: Prompts, expected: list[list[int]], tmp_path: Path
 ) -> None:
     server = RedisProcess(tmp_path / "redis")
     spec = cluster_spec(dtype, prefill=1, decode=1, connector="redis", connector_options={"url": server.url})
     try:
         with Cluster(spec) as cluster:
-            assert ask_all(cluster) == expected
-            assert external_hits(cluster, "decode") == NUM_DECODE_HIT_TOKENS
+            assert ask_all(cluster, prompts) == expected
+            assert external_hits(cluster, "decode") == prompts.num_decode_hit_tokens
             cluster.wait_clean()
         with Cluster(spec) as cluster:
-            assert ask_all(cluster) == expected
-            assert external_hits(cluster, "prefill") == NUM_PREFILL_HIT_TOKENS
-            assert external_hits(cluster, "decode") == NUM_DECODE_HIT_TOKENS
+            assert ask_all(cluster, prompts) == expected
+            assert external_hits(cluster, "prefill") == prompts.num_prefill_hit_tokens
+            assert external_hits(cluster, "decode") == prompts.num_decode_hit_tokens
             cluster.wait_clean()
     finally:
         server.end()

@@ -11,7 +11,7 @@ from tests.support.cluster import MODEL_NAME, Cluster
 
 PROMPT_LENGTHS = (24, 50, 100, 200, 300, 450)
 NUM_OUTPUT_TOKENS = 24
-LOAD_S = 6.0
+LOAD_S = 4.0
 
 
 class StoreRig:

@@ -206,6 +206,9 @@ class SimNode:
         inbox, self._inbox = self._inbox, []
         for command in inbox:
             news += self.core.handle(command)
+            if isinstance(command, messages.RegisterAgain):
+                num_held = self.core.engine.audit().counts["requests"]
+                assert num_held == 0, f"{self.name} registers anew and keeps {num_held} requests that nobody waits for"
         duration_s = 0.001
         if self.core.engine.has_work():
             try:
