@@ -168,6 +168,7 @@ class RedisConnector(KVConnector):
             capacity_bytes=link.max_memory_bytes,
             num_evictions=link.num_evictions,
             num_errors=self._num_errors + link.num_errors,
+            is_reachable=link.state is not LinkState.DOWN,
             num_open_references=self._workers.num_in_flight,
         )
 

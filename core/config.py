@@ -261,6 +261,9 @@ SHORT_FLAGS = {
 }
 
 
+HIDDEN_FLAGS = ("router.http_fd",)  # for programs that start a router, not for people
+
+
 class OneLineParser(argparse.ArgumentParser):
     """argparse whose error is one line, like every other message about a user's mistake."""
 
@@ -292,7 +295,8 @@ def add_config_flags(parser: argparse.ArgumentParser, sections: Sequence[str]) -
                 )
                 continue
             names = [*short_by_key.get(key, []), f"--{key}"]
-            parser.add_argument(*names, dest=key, default=None, metavar=leaf.name.upper(), help=f"default {leaf.default!r}")
+            text = argparse.SUPPRESS if key in HIDDEN_FLAGS else f"default {leaf.default!r}"
+            parser.add_argument(*names, dest=key, default=None, metavar=leaf.name.upper(), help=text)
 
 
 def load_config(flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Config:

@@ -266,6 +266,7 @@ class EngineCore:
         if self._connector is not None:
             store = self._connector.stats()
             self.stats.store_bytes = store.store_bytes
+            self.stats.store_is_reachable = store.is_reachable
             self.stats.store_blocks = store.store_blocks
             self.stats.store_evictions = store.num_evictions
 

@@ -25,6 +25,7 @@ _GAUGES = {
     "generation_tokens_per_step": ("Tokens sampled in the last step.", "step_generation_tokens"),
     "kv_transfers_in_flight": ("Transfers that the connector has not reported yet.", "num_transfers_in_flight"),
     "connector_circuit_open": ("1 while the store is not asked because it kept failing.", "circuit_is_open"),
+    "store_reachable": ("0 while the store is known to be away: everything is a miss.", "store_is_reachable"),
     "store_bytes": ("Bytes of KV in the store, as far as this node knows.", "store_bytes"),
     "store_blocks": ("Blocks in the store, as far as this node knows.", "store_blocks"),
 }

@@ -37,6 +37,7 @@ class EngineStats:
     step_generation_tokens: int = 0
     num_transfers_in_flight: int = 0
     circuit_is_open: bool = False
+    store_is_reachable: bool = True
     store_bytes: int = 0
     store_blocks: int = 0
 

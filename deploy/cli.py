@@ -5,8 +5,10 @@ A user's mistake is one clear line and exit code 2, never a traceback.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
+import math
 import signal
 import sys
 from collections.abc import Callable
@@ -15,12 +17,24 @@ from typing import Any
 from core.config import EXIT_USAGE, OneLineParser, parse_config
 from core.errors import InvalidInputError, KVRelayError
 from deploy.rolling import drain, restart
-from deploy.router_client import get_json
+from deploy.router_client import RouterRefusalError, get_json
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 SERVE_SECTIONS = ("model", "engine", "connector", "router", "cluster", "security")
+NODE_COLUMNS = (
+    "node_id",
+    "role",
+    "status",
+    "num_in_flight",
+    "num_running",
+    "num_waiting",
+    "kv_usage",
+    "connector",
+    "down_reason",
+)
+REQUEST_COLUMNS = ("request_id", "phase", "node_id", "age_s", "num_prompt_tokens", "num_output_tokens", "num_faults")
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 USAGE = """usage: kvrelay COMMAND [OPTIONS]     (kvrelay COMMAND --help lists a command's options)
@@ -94,11 +108,22 @@ def _decode_node(argv: list[str]) -> int:
 def _nodes(argv: list[str]) -> int:
     body = _ask_router("kvrelay nodes", argv, "/nodes")
     nodes = body.get("nodes", []) if isinstance(body, dict) else []
-    for node in nodes:
-        print("  ".join(f"{key}={value}" for key, value in node.items() if not isinstance(value, dict | list)))
+    _print_table(NODE_COLUMNS, nodes)
     if not nodes:
         print("no node is registered")
     return EXIT_OK
+
+
+def _print_table(columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
+    """Aligned, with a head. The router's JSON has more than these columns."""
+    table = [list(columns), *([_cell(row.get(name, "")) for name in columns] for row in rows)]
+    widths = [max(len(cells[place]) for cells in table) for place in range(len(columns))]
+    for cells in table if rows else ():
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _audit(argv: list[str]) -> int:
@@ -117,8 +142,7 @@ def _keys(argv: list[str]) -> int:
 def _requests(argv: list[str]) -> int:
     body = _ask_router("kvrelay requests", argv, "/requests")
     requests = body.get("requests", []) if isinstance(body, dict) else []
-    for request in requests:
-        print("  ".join(f"{key}={value}" for key, value in request.items()))
+    _print_table(REQUEST_COLUMNS, requests)
     if not requests:
         print("no request is in flight")
     return EXIT_OK
@@ -127,7 +151,9 @@ def _requests(argv: list[str]) -> int:
 def _drain(argv: list[str]) -> int:
     parser = _router_parser("kvrelay drain")
     parser.add_argument("name", metavar="NAME", help='a node_id as `kvrelay nodes` shows it, or "router"')
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="how long to wait until it is gone (default %(default)s)")
+    parser.add_argument(
+        "--timeout-s", type=_seconds, default=600.0, help="how long to wait until it is gone (default %(default)s)"
+    )
     arguments = parser.parse_args(argv)
     drain(arguments.url, arguments.name, arguments.timeout_s)
     print(f"{arguments.name} has left")
@@ -137,7 +163,7 @@ def _drain(argv: list[str]) -> int:
 def _restart(argv: list[str]) -> int:
     parser = _router_parser("kvrelay restart")
     parser.add_argument("names", metavar="NAME", nargs="*", help='node_ids or "router" (default: all nodes, then the router)')
-    parser.add_argument("--timeout-s", type=float, default=900.0, help="for each process (default %(default)s)")
+    parser.add_argument("--timeout-s", type=_seconds, default=900.0, help="for each process (default %(default)s)")
     arguments = parser.parse_args(argv)
     restart(arguments.url, arguments.names, arguments.timeout_s)
     return EXIT_OK
@@ -151,6 +177,17 @@ def _version(_argv: list[str]) -> int:
     return EXIT_OK
 
 
+def _seconds(text: str) -> float:
+    """argparse type."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: a number of seconds above 0")
+    return seconds
+
+
 def _router_parser(prog: str) -> OneLineParser:
     parser = OneLineParser(prog=prog, allow_abbrev=False)
     parser.add_argument("--url", default=DEFAULT_URL, help="of the router (default %(default)s)")
@@ -161,7 +198,7 @@ def _ask_router(prog: str, argv: list[str], path: str, allowed: tuple[int, ...] 
     url = _router_parser(prog).parse_args(argv).url
     status, body = get_json(url, path, timeout_s=30.0)
     if status not in allowed or body is None:
-        raise KVRelayError(f"{url}{path} answered with status {status}: {body}")
+        raise RouterRefusalError(url, path, status, body)
     return body
 
 

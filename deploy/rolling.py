@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from core.errors import InvalidInputError, KVRelayError
-from deploy.router_client import RouterUnreachableError, get_json, post_json
+from deploy.router_client import RouterRefusalError, RouterUnreachableError, get_json, post_json
 
 ROUTER = "router"
+DRAINED = "drained"  # the router's word for a node that left as it was asked to
 POLL_INTERVAL_S = 0.2
 PROGRESS_INTERVAL_S = 5.0
 
@@ -22,7 +23,11 @@ def drain(url: str, name: str, timeout_s: float) -> None:
     """Ask a node, or "router", to leave, and return when it is gone. Raises KVRelayError when it is not in time."""
     before = _generation(url, name)
     _ask_to_drain(url, name)
-    _wait(lambda: _generation(url, name) != before, f"{name} finishes what it has", timeout_s)
+    _wait(lambda: _generation(url, name) != before, f"{name} has finished what it has", timeout_s)
+    if name != ROUTER:
+        found = next((node for node in _nodes(url) if node["node_id"] == name), {})
+        if found.get("status") == "down" and found["down_reason"] != DRAINED:
+            raise KVRelayError(f"{name} did not leave by itself: {found['down_reason']}")
 
 
 def restart(url: str, names: Sequence[str], timeout_s: float) -> None:
@@ -39,18 +44,20 @@ def restart(url: str, names: Sequence[str], timeout_s: float) -> None:
             print(
                 f"{name} is the only decode node: requests wait until it is back, or fail when that takes long", file=sys.stderr
             )
+        waits_for = f"{name} has finished what it has, and is back"
         before = _generation(url, name)
         _ask_to_drain(url, name)
-        _wait(lambda name=name, before=before: _is_back(url, name, before, set(nodes)), f"{name} is back", timeout_s)  # type: ignore[misc]
+        _wait(lambda name=name, before=before: _is_back(url, name, before, set(nodes)), waits_for, timeout_s)  # type: ignore[misc]
         print(f"{name} was restarted", file=sys.stderr)
 
 
 def _ask_to_drain(url: str, name: str) -> None:
-    status, body = post_json(url, "/drain" if name == ROUTER else f"/drain/{name}")
+    status, body = post_json(url, f"/drain/{name}")
     if status == 404:
-        raise InvalidInputError("NAME", name, str(body["error"]["message"]) if isinstance(body, dict) else "a connected node")
+        connected = [str(node["node_id"]) for node in _nodes(url) if node["status"] != "down"]
+        raise InvalidInputError("NAME", name, f"{', '.join([*connected, ROUTER])}")
     if status != 202:
-        raise KVRelayError(f"{url} answered with status {status}: {body}")
+        raise RouterRefusalError(url, f"/drain/{name}", status, body)
 
 
 def _is_back(url: str, name: str, before: str, node_names: set[str]) -> bool:
@@ -78,7 +85,7 @@ def _generation(url: str, name: str) -> str:
 def _nodes(url: str) -> list[dict[str, Any]]:
     status, body = get_json(url, "/nodes", timeout_s=10.0)
     if status != 200 or not isinstance(body, dict):
-        raise KVRelayError(f"{url}/nodes answered with status {status}: {body}")
+        raise RouterRefusalError(url, "/nodes", status, body)
     return list(body["nodes"])
 
 

@@ -23,6 +23,16 @@ class RouterUnreachableError(KVRelayError):
     """Nothing answered at the URL, or not like a router."""
 
 
+class RouterRefusalError(KVRelayError):
+    """The router answered, but not with what was asked for."""
+
+    def __init__(self, url: str, path: str, status: int, body: Any) -> None:
+        error = body.get("error") if isinstance(body, dict) else None
+        said = error.get("message") if isinstance(error, dict) else body
+        hint = "; KVRELAY_API_KEY must hold an administrator's API key" if status in (401, 403) else ""
+        super().__init__(f"{url}{path} answered with status {status}: {said}{hint}")
+
+
 def get_json(url: str, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
     """GET url + path: the HTTP status, whatever it is, and the decoded JSON body (None when there is none).
 

@@ -127,6 +127,10 @@ class HttpApi:
             what = "shutting down" if self.is_shutting_down else "draining"
             return json_response({"status": "unavailable", "reasons": [f"the router is {what}"]}, 503)
         warnings = [] if registry.has_candidate("prefill") else ["no prefill node: decode nodes prefill"]
+        for node in registry.connected():
+            if not node.stats.store_is_reachable or node.stats.circuit_is_open:
+                what = "fails again and again" if node.stats.store_is_reachable else "cannot be reached"
+                warnings.append(f"{node.node_id}: its store {node.connector} {what}: prompts are computed anew")
         if registry.has_candidate("decode"):
             return json_response({"status": "ok", "warnings": warnings})
         decode_nodes = [node for node in registry.nodes.values() if node.role == "decode"]

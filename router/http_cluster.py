@@ -16,7 +16,7 @@ from starlette.routing import Route
 from core.clock import Clock
 from router.dispatcher import Dispatcher
 from router.http_generation import json_response
-from router.registry import NodeState, NodeStatus
+from router.registry import ROUTER_NAME, NodeState, NodeStatus
 
 AUDIT_TIMEOUT_S = 5.0
 
@@ -36,8 +36,7 @@ class ClusterEndpoints:
             Route("/nodes", self.nodes),
             Route("/requests", self.requests),
             Route("/audit", self.audit),
-            Route("/drain", self.drain_this_router, methods=["POST"]),
-            Route("/drain/{node_id:path}", self.drain_node, methods=["POST"]),
+            Route("/drain/{name:path}", self.drain, methods=["POST"]),
         ]
 
     async def nodes(self, _request: Request) -> Response:
@@ -50,17 +49,21 @@ class ClusterEndpoints:
         """GET /requests: what is in flight, oldest first."""
         return json_response({"requests": self._dispatcher.core.list_requests()})
 
-    async def drain_node(self, request: Request) -> Response:
-        """POST /drain/{node_id}: 202, and the node leaves once it has finished or handed over what it has."""
-        node_id: str = request.path_params["node_id"]
+    async def drain(self, request: Request) -> Response:
+        """POST /drain/{node_id}: 202, and the node leaves once it has finished or handed over what it has.
+
+        POST /drain/router: the same for this process, which leaves once it has answered what it has accepted.
+        """
+        node_id: str = request.path_params["name"]
+        if node_id == ROUTER_NAME:
+            return self._drain_this_router()
         if not self._dispatcher.core.drain(node_id):
             connected = ", ".join(sorted(node.node_id for node in self._dispatcher.core.registry.connected()))
             raise HTTPException(404, f"node_id: got {node_id!r}; connected nodes: {connected or 'none'}")
         node = self._dispatcher.core.registry.nodes[node_id]
         return json_response({"node_id": node_id, "status": node.status.value, "num_in_flight": len(node.in_flight)}, 202)
 
-    async def drain_this_router(self, _request: Request) -> Response:
-        """POST /drain: 202, and this router leaves once it has answered what it has accepted."""
+    def _drain_this_router(self) -> Response:
         self._drain_router()
         num_in_flight = self._dispatcher.core.num_in_flight
         body = {"router_generation": self._generation, "status": "draining", "num_in_flight": num_in_flight}

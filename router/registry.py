@@ -13,6 +13,7 @@ from core.wire.messages import Heartbeat, ModelInfo, NodeLoad, Register
 from core.wire.numbering import PROTOCOL_VERSION, MessageNumbers
 
 ROLES = ("prefill", "decode")
+ROUTER_NAME = "router"  # what people call the router where they name a process: no node may have this name
 FORGET_AFTER_S = 600.0  # a node that is down stays listed this long, so that an operator sees it; then memory is given back
 MAX_NODES = 1024  # connected at a time: a flood of names is refused
 MAX_NODES_DOWN = 256
@@ -278,8 +279,8 @@ class NodeRegistry:
             return f"protocol_version: got {message.protocol_version}; this router speaks {PROTOCOL_VERSION}"
         if message.role not in ROLES:
             return f"role: got {message.role!r}; allowed: {' or '.join(ROLES)}"
-        if not message.node_id:
-            return "node_id: got ''; allowed: a name"
+        if message.node_id in ("", ROUTER_NAME):
+            return f"node_id: got {message.node_id!r}; allowed: a name, and another one than {ROUTER_NAME!r}"
         known = self.node_of(identity)
         if known is not None and known.node_id != message.node_id:
             return f"node_id: got {message.node_id}; this connection is {known.node_id} already"

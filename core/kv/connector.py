@@ -82,6 +82,7 @@ class ConnectorStats:
     capacity_bytes: int = 0
     num_evictions: int = 0
     num_errors: int = 0
+    is_reachable: bool = True  # False while the store is known to be away: everything is a miss
     num_open_references: int = 0  # slots being written, pins, leases: 0 when nothing is in flight
 
 

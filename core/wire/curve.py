@@ -124,7 +124,9 @@ def _refuse_access(path: Path, forbidden_bits: int) -> None:
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        raise ConfigError(KEYS_FIELD, str(path), f"made by `kvrelay keys`, and readable ({error.strerror})") from error
+        raise ConfigError(
+            KEYS_FIELD, str(path), f"a readable file or folder that `kvrelay keys` has made ({error.strerror})"
+        ) from error
     if mode & forbidden_bits:
         what = "read" if forbidden_bits == _READ_BY_OTHERS else "written"
         allowed = f"a path that can be {what} by its owner alone; it has mode {mode & 0o777:04o}: chmod go-rwx {path}"

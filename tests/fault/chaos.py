@@ -27,12 +27,14 @@ import httpx
 from tests.fault.process_samples import ProcessSampler
 from tests.fault.verified_load import Outcome, VerifiedClient, VerifiedLoad, make_questions
 from tests.support.cluster import MODEL_NAME, Cluster, ClusterSpec, holds_nothing
+from tests.support.redis_server import RedisProcess
 
 MODEL = "smollm2"
 ENGINE = {"kv_pool_mib": 300, "max_num_batched_tokens": 256}
 DETECTION_LIMIT_S = 30.0
 STALL_MARGIN_S = 1.0  # a stalled node stays stopped so long after the router has noticed
 IDLE_LIMIT_S = 60.0
+REDIS_FLAGS = ("--maxmemory", "512mb", "--maxmemory-samples", "32")
 NUM_PROBLEMS_SHOWN = 5
 
 
@@ -82,9 +84,12 @@ class Chaos:
     def __init__(self, options: ChaosOptions) -> None:
         self._options = options
         self._rng = random.Random(f"chaos/{options.seed}")
-        self._store = tempfile.mkdtemp(prefix="kvrelay-chaos-") if options.connector == "nvme" else ""
+        self._store = tempfile.mkdtemp(prefix="kvrelay-chaos-") if options.connector != "shm" else ""
+        self._redis = RedisProcess(Path(self._store), *REDIS_FLAGS) if options.connector == "redis" else None
         store_options: dict[str, Any] = {"capacity_bytes": "512MiB"}
-        if self._store:
+        if self._redis is not None:
+            store_options = {"url": self._redis.url}
+        elif self._store:
             store_options["path"] = self._store
         self._cluster = Cluster(
             ClusterSpec(
@@ -128,6 +133,8 @@ class Chaos:
             return self._report(audit, leftovers, moved_tokens, seconds)
         finally:
             self._client.close()
+            if self._redis is not None:
+                self._redis.kill()
             if self._store:
                 shutil.rmtree(self._store, ignore_errors=True)
 
@@ -195,7 +202,7 @@ class Chaos:
 
     def _stray_store_files(self) -> list[str]:
         """What a persistent store should not keep when nobody uses it. Leases of killed nodes go with the next start."""
-        if not self._store:
+        if not self._store or self._redis is not None:
             return []
         kept = ("lock", "index", "segment")
         return [str(path) for path in Path(self._store).rglob("*") if path.is_file() and path.name not in kept]
@@ -281,7 +288,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[ChaosOptions, bool]:
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--kill-every-s", type=float, default=20.0)
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--connector", choices=("shm", "nvme"), default="shm")
+    parser.add_argument("--connector", choices=("shm", "nvme", "redis"), default="shm")
     parser.add_argument("--clients", type=int, default=8, dest="num_clients")
     parser.add_argument("--questions", type=int, default=120, dest="num_questions", help="different requests, asked beforehand")
     parser.add_argument("--seed", type=int, default=0)

@@ -10,6 +10,8 @@ import time
 from typing import Any
 
 from tests.simulation.cluster import Report, SimCluster
+from tests.simulation.faults import MAX_FAULTS
+from tests.simulation.workload import MAX_REQUESTS
 
 
 def run_seed(seed: int, **limits: Any) -> tuple[Report | None, str]:
@@ -20,36 +22,53 @@ def run_seed(seed: int, **limits: Any) -> tuple[Report | None, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def shrink(seed: int) -> dict[str, int]:
-    """Fewer requests, then fewer faults, then fewer nodes, as long as it still breaks."""
-    limits = {"max_requests": 24, "max_faults": 12, "max_nodes": 3}
-    for name in limits:
-        while (
-            limits[name] > (1 if name == "max_nodes" else 0) and run_seed(seed, **{**limits, name: limits[name] - 1})[0] is None
-        ):
-            limits[name] -= 1
+def shrink(seed: int) -> dict[str, Any]:
+    """Leave out nodes, requests and faults, one after the other, as long as it still breaks."""
+    limits: dict[str, Any] = {"only_requests": set(range(MAX_REQUESTS)), "only_faults": set(range(MAX_FAULTS)), "max_nodes": 3}
+    while limits["max_nodes"] > 1 and _breaks(seed, limits | {"max_nodes": limits["max_nodes"] - 1}):
+        limits["max_nodes"] -= 1
+    for name in ("only_faults", "only_requests"):
+        for number in sorted(limits[name], reverse=True):
+            if _breaks(seed, limits | {name: limits[name] - {number}}):
+                limits[name] = limits[name] - {number}
     return limits
+
+
+def _breaks(seed: int, limits: dict[str, Any]) -> bool:
+    return run_seed(seed, **limits)[0] is None
+
+
+def _numbers(text: str) -> set[int]:
+    """argparse type: "0,3,5", or "" for none."""
+    return {int(part) for part in text.split(",") if part}
+
+
+def _seed_range(text: str) -> range:
+    """argparse type: "0:100"."""
+    first, _, end = text.partition(":")
+    if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: FIRST:END, at least one seed")
+    return range(int(first), int(end))
 
 
 def main() -> int:
     """Exit code 1 when a seed breaks a promise."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seeds", default="0:100", metavar="FIRST:END")
+    parser.add_argument("--seeds", type=_seed_range, default="0:100", metavar="FIRST:END")
     parser.add_argument("--seed", type=int, help="one seed")
     parser.add_argument("--trace", action="store_true", help="with --seed: print the timeline")
-    parser.add_argument("--max-requests", type=int, default=1000, help="only the first so many requests (of a shrunk seed)")
-    parser.add_argument("--max-faults", type=int, default=1000, help="only the first so many faults")
+    parser.add_argument("--only-requests", type=_numbers, metavar="N,N", help="only these requests (of a shrunk seed)")
+    parser.add_argument("--only-faults", type=_numbers, metavar="N,N", help="only these faults")
     parser.add_argument("--max-nodes", type=int, default=1000, help="only the first so many nodes of each role")
     parser.add_argument("--json", action="store_true", help="one JSON line last")
     arguments = parser.parse_args()
-    limits = {name: getattr(arguments, name) for name in ("max_requests", "max_faults", "max_nodes")}
+    limits = {name: getattr(arguments, name) for name in ("only_requests", "only_faults", "max_nodes")}
     if arguments.seed is not None:
         return _replay(arguments.seed, arguments.trace, limits)
-    first, end = (int(part) for part in arguments.seeds.split(":"))
     began_s = time.monotonic()
     reports: list[Report] = []
     failed: list[int] = []
-    for seed in range(first, end):
+    for seed in arguments.seeds:
         report, problem = run_seed(seed, **limits)
         if report is None:
             failed.append(seed)
@@ -58,7 +77,8 @@ def main() -> int:
             reports.append(report)
     if failed:
         shrunk = shrink(failed[0])
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in shrunk.items())
+        requests, faults = (",".join(map(str, sorted(shrunk[name]))) for name in ("only_requests", "only_faults"))
+        flags = f"--only-requests '{requests}' --only-faults '{faults}' --max-nodes {shrunk['max_nodes']}"
         print(f"replay: python -m tests.simulation --seed {failed[0]} --trace {flags}", file=sys.stderr)
     summary = summarize(reports, time.monotonic() - began_s) | {"failed_seeds": failed}
     print(json.dumps(summary) if arguments.json else "\n".join(f"{name:22} {value}" for name, value in summary.items()))
@@ -84,16 +104,14 @@ def _ratio(part: int, whole: int) -> float:
     return round(part / whole, 4) if whole else 0.0
 
 
-def _replay(seed: int, is_traced: bool, limits: dict[str, int]) -> int:
+def _replay(seed: int, is_traced: bool, limits: dict[str, Any]) -> int:
     cluster = SimCluster(seed, is_traced=is_traced, **limits)
     try:
-        print(cluster.run())
+        outcome: object = cluster.run()
     except Exception as error:
-        print("\n".join(cluster.world.trace))
-        print(f"{type(error).__name__}: {error}")
-        return 1
-    print("\n".join(cluster.world.trace))
-    return 0
+        outcome = error
+    print("\n".join([*cluster.world.trace, str(outcome)]))
+    return 1 if isinstance(outcome, Exception) else 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from core.clock import Clock
@@ -43,7 +44,8 @@ class Report:
     seed: int
     num_requests: int
     num_right: int
-    num_failed: int
+    num_failed: int  # with an honest error, poison apart
+    num_poison: int
     num_cancelled: int
     num_events: int
     num_messages: int
@@ -58,14 +60,14 @@ class Report:
 
 
 class SimCluster:
-    """Everything of one run. max_requests, max_faults and max_nodes (of a role) are lowered to shrink a failing seed."""
+    """Everything of one run. To shrink a failing seed, only some requests, some faults and max_nodes of a role take part."""
 
     def __init__(
         self,
         seed: int,
         *,
-        max_requests: int = 1000,
-        max_faults: int = 1000,
+        only_requests: Collection[int] | None = None,
+        only_faults: Collection[int] | None = None,
         max_nodes: int = 1000,
         has_faults: bool = True,
         is_traced: bool = False,
@@ -103,7 +105,8 @@ class SimCluster:
         self._num_routers = 0
         self.start_router()
         arrivals_end_s = rng.choice((0.5, 3.0, 0.9 * FAULTS_END_S))  # all at once, or spread
-        requests = draw_requests(rng, arrivals_end_s)[:max_requests]
+        drawn = enumerate(draw_requests(rng, arrivals_end_s))
+        requests = [request for place, request in drawn if only_requests is None or place in only_requests]
         self._poison = [
             Poison(len(request.spec.prompt_token_ids), (*request.spec.prompt_token_ids, *request.expected))
             for request in requests
@@ -118,7 +121,7 @@ class SimCluster:
         self.clients = Clients(world, requests, lambda: self.router)
         if self.router_options.prefill_timeout_s < MIN_QUIET_PREFILL_TIMEOUT_S:
             self.clients.num_disturbances += 1
-        self.faults = Faults(self, FAULTS_END_S, max_faults) if has_faults else None
+        self.faults = Faults(self, FAULTS_END_S, only_faults) if has_faults else None
 
     # -- run -----------------------------------------------------------------------------------------------------------
     def run(self) -> Report:
@@ -127,7 +130,7 @@ class SimCluster:
         try:
             self.world.run_until(FAULTS_END_S)
             self._heal()
-            while not self._is_drained() and self.world.now_s() < FAULTS_END_S + DRAIN_S:
+            while not self.world.is_stopped and not self._is_drained() and self.world.now_s() < FAULTS_END_S + DRAIN_S:
                 self.world.run_until(self.world.now_s() + SLICE_S)
             self.world.run_until(self.world.now_s() + SLICE_S)
             self._check_drained()
@@ -142,7 +145,8 @@ class SimCluster:
             seed=self.seed,
             num_requests=len(requests),
             num_right=len(right),
-            num_failed=sum(isinstance(request.end, Fail) for request in requests),
+            num_failed=sum(isinstance(request.end, Fail) and not request.is_poison for request in requests),
+            num_poison=sum(request.is_poison for request in requests),
             num_cancelled=sum(request.is_cancelled for request in requests),
             num_events=self.world.num_events,
             num_messages=self.network.num_messages,
@@ -180,6 +184,7 @@ class SimCluster:
         """A router's process begins to listen; at first, or after kill_router."""
         if self.router is None:
             self._num_routers += 1
+            self.world.log("the router starts")
             self.router = RouterCore(self.router_options, self.world, self._send, _shared_metrics, f"sim{self._num_routers}")
 
     def kill_router(self) -> None:
@@ -217,7 +222,7 @@ class SimCluster:
             for delay_s in PING_DELAYS_S:
                 self.world.after(delay_s, ping_all)
 
-        link = Link(self.world, self.network, receive, to_node, closed, on_node_end_closed)  # type: ignore[arg-type]
+        link = Link(self.world, self.network, node.name, receive, to_node, closed, on_node_end_closed)  # type: ignore[arg-type]
         self._links[identity] = link
         return link
 

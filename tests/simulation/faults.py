@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from router.router_core import RouterCore
@@ -11,6 +11,7 @@ from tests.simulation.sim_store import SimStore
 from tests.simulation.workload import Clients
 from tests.simulation.world import Network, World
 
+MAX_FAULTS = 12
 PAUSES_S = (0.3, 1.5, 4.0)
 STORE_MOODS = ("failing", "hanging", "slow", "full", "away", "restarted empty")
 
@@ -33,28 +34,25 @@ class Breakable(Protocol):
 
 
 class Faults:
-    """Draws up to a dozen faults over the run's first part; max_faults keeps only the first ones, to shrink a failing seed."""
+    """Draws up to a dozen faults over the run's first part; `only` keeps those of these numbers, to shrink a failing seed."""
 
-    def __init__(self, cluster: Breakable, end_s: float, max_faults: int) -> None:
+    def __init__(self, cluster: Breakable, end_s: float, only: Collection[int] | None) -> None:
         self._cluster = cluster
         self._world = cluster.world
         self._rng = cluster.world.rng
-        self._max_faults = max_faults
-        self._num_faults = 0
         self.num_kills = 0
         kinds = (
             *(self._kill, self._kill, self._stop, self._break, self._stall, self._disturb_network, self._drain),
             *(self._damage_store, self._upset_store, self._upset_store, self._cut_off_from_store, self._kill_router),
         )
-        for _ in range(self._rng.randrange(0, 12)):
-            fault = self._rng.choice(kinds)
-            self._world.after(self._rng.random() * end_s, lambda fault=fault: self._inject(fault))  # type: ignore[misc]
+        for number in range(self._rng.randrange(0, MAX_FAULTS)):
+            fault, at_s = self._rng.choice(kinds), self._rng.random() * end_s
+            if only is None or number in only:
+                self._world.after(at_s, lambda fault=fault: self._inject(fault))  # type: ignore[misc]
 
     def _inject(self, fault: Callable[[], None]) -> None:
-        self._num_faults += 1
-        if self._num_faults <= self._max_faults:
-            self._cluster.clients.num_disturbances += 1
-            fault()
+        self._cluster.clients.num_disturbances += 1
+        fault()
 
     def _any_node(self) -> SimNode:
         return self._rng.choice(list(self._cluster.nodes.values()))
@@ -71,9 +69,12 @@ class Faults:
 
     def _drain(self) -> None:
         if self._cluster.router is not None:
-            self._cluster.router.drain(self._any_node().name)
+            name = self._any_node().name
+            self._world.log(f"{name} is to drain")
+            self._cluster.router.drain(name)
 
     def _kill_router(self) -> None:
+        self.num_kills += self._cluster.router is not None
         self._cluster.kill_router()
         self._world.after(self._rng.choice((0.2, 1.0)), self._cluster.start_router)
 
@@ -82,9 +83,10 @@ class Faults:
         self._any_node().break_connection()
 
     def _stall(self) -> None:
-        link = self._any_node().link
-        if link is not None:
-            link.stall(self._rng.choice(PAUSES_S))
+        node, seconds = self._any_node(), self._rng.choice(PAUSES_S)
+        if node.link is not None:
+            self._world.log(f"the link of {node.name} holds everything back for {seconds} s")
+            node.link.stall(seconds)
 
     def _disturb_network(self) -> None:
         network, share = self._cluster.network, self._rng.choice((0.01, 0.2))
@@ -96,6 +98,7 @@ class Faults:
     # -- store ---------------------------------------------------------------------------------------------------------
     def _damage_store(self) -> None:
         blocks = self._cluster.store.blocks
+        self._world.log(f"a third of the store's {len(blocks)} blocks is damaged or lost")
         for block_hash in self._rng.sample(list(blocks), len(blocks) // 3):
             payload, checksum = blocks[block_hash]
             if self._rng.random() < 0.5:

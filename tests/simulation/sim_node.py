@@ -83,7 +83,7 @@ class SimNode:
         self.num_steps = 0
         self.num_poisonings = 0
         self._on_end = on_end
-        self.connector = SimConnector(world, store)
+        self.connector = SimConnector(world, store, name)
         self._connect_to_router = connect
         self._link: Link | None = None
         self._is_step_scheduled = False

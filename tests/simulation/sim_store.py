@@ -51,8 +51,9 @@ class SimConnector(KVConnector):
 
     name = "simulated"
 
-    def __init__(self, world: World, store: SimStore) -> None:
+    def __init__(self, world: World, store: SimStore, node_name: str) -> None:
         self._world = world
+        self._node_name = node_name
         self._store = store
         self._pool: KVPoolMemory | None = None
         self._is_dead = False
@@ -94,12 +95,19 @@ class SimConnector(KVConnector):
         is_unreachable = self._store.is_away or self.is_cut_off
         if is_refused or is_unreachable or (self._store.is_failing and self._world.rng.random() < 0.5):
             self._results.append(TransferResult(transfer.transfer_id, 0, TransferOutcome.ERROR))
+            self._log(transfer, 0, TransferOutcome.ERROR)
             return
         num_ok, outcome = self._move(transfer)
+        self._log(transfer, num_ok, outcome)
         result = TransferResult(transfer.transfer_id, num_ok, outcome)
         self._results.append(result)
         if self._world.rng.random() < 0.02:
             self._results.append(result)  # a duplicate completion
+
+    def _log(self, transfer: Transfer, num_ok: int, outcome: TransferOutcome) -> None:
+        if self._world.is_traced:
+            what = f"{transfer.direction.value} {transfer.transfer_id}: {num_ok} of {len(transfer.block_ids)} blocks"
+            self._world.log(f"{self._node_name} {what}, {outcome.value}")
 
     def _move(self, transfer: Transfer) -> tuple[int, TransferOutcome]:
         assert self._pool is not None

@@ -23,7 +23,7 @@ from core.wire.messages import RequestUpdate
 from core.wire.numbering import Arrival, MessageNumbers, Place
 from router.request_flow import Action, Attempt, Deliver, Fail, RequestFlow
 from router.router_core import RouterCore
-from tests.simulation.__main__ import run_seed, summarize
+from tests.simulation.__main__ import run_seed, shrink, summarize
 from tests.simulation.cluster import SimCluster
 from tests.simulation.sim_store import SimConnector
 
@@ -333,6 +333,19 @@ PLANTED_BUGS: tuple[Patch, ...] = (
     deaths_are_not_counted,
     lost_nodes_are_never_marked_down,
 )
+
+
+def test_simulation_failing_seed_is_shrunk_to_a_timeline_that_ends_where_it_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    resume_off_by_one_token(monkeypatch)
+    seed = next(seed for seed in range(MAX_SEEDS_PER_BUG) if run_seed(seed)[0] is None)
+    shrunk = shrink(seed)
+    assert len(shrunk["only_requests"]) == 1 and len(shrunk["only_faults"]) <= 1
+    cluster = SimCluster(seed, is_traced=True, **shrunk)
+    with pytest.raises(AssertionError):
+        cluster.run()
+    (request,) = cluster.clients.requests
+    assert "BROKEN" in cluster.world.trace[-1] and request.name in cluster.world.trace[-1]
+    assert any(f"decode {request.name}.2" in line for line in cluster.world.trace), "its second dispatch is there"
 
 
 @pytest.mark.parametrize("plant", PLANTED_BUGS, ids=lambda plant: plant.__name__)

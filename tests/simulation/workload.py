@@ -14,6 +14,7 @@ from tests.simulation.sim_node import MAX_MODEL_LEN
 from tests.simulation.world import World
 from tests.support.fake_runner import oracle_tokens
 
+MAX_REQUESTS = 24
 RESUBMIT_S = 0.3
 # Not among them: deadline. Whatever happened, what is left of the run without faults is enough.
 ALLOWED_FAILURES = ("no_decode_node", "too_many_attempts", "too_many_node_deaths")
@@ -26,6 +27,7 @@ class SimRequest:
     spec: RequestSpec
     expected: list[int]
     arrival_s: float
+    cancelled_s: float | None = None  # when its client goes away
     is_poison: bool = False
     is_cancelled: bool = False
     num_submissions: int = 0
@@ -46,7 +48,7 @@ def draw_requests(rng: random.Random, arrivals_end_s: float) -> list[SimRequest]
     prefixes = [[rng.randrange(1, 1000) for _ in range(rng.randrange(4, 25))] for _ in range(3)]
     requests = []
     poison_index = rng.randrange(4) if rng.random() < 0.15 else -1
-    for index in range(rng.randrange(4, 24)):
+    for index in range(rng.randrange(4, MAX_REQUESTS)):
         prompt = (rng.choice(prefixes) if rng.random() < 0.6 else []) + [
             rng.randrange(1, 1000) for _ in range(rng.randrange(1, 20))
         ]
@@ -59,7 +61,9 @@ def draw_requests(rng: random.Random, arrivals_end_s: float) -> list[SimRequest]
             cache_salt=rng.choice(("", "", "salt")),
         )
         expected = oracle_tokens(prompt, max_tokens)
-        requests.append(SimRequest(spec, expected, rng.random() * arrivals_end_s, is_poison=index == poison_index))
+        arrival_s = rng.random() * arrivals_end_s
+        cancelled_s = arrival_s + rng.random() if rng.random() < 0.1 else None
+        requests.append(SimRequest(spec, expected, arrival_s, cancelled_s, is_poison=index == poison_index))
     return requests
 
 
@@ -77,9 +81,8 @@ class Clients:
         self._router = router
         for request in requests:
             world.after(request.arrival_s, lambda request=request: self._submit(request))  # type: ignore[misc]
-            if world.rng.random() < 0.1:
-                cancelled_s = request.arrival_s + world.rng.random()
-                world.after(cancelled_s, lambda request=request: self._cancel(request))  # type: ignore[misc]
+            if request.cancelled_s is not None:
+                world.after(request.cancelled_s, lambda request=request: self._cancel(request))  # type: ignore[misc]
 
     def router_died(self) -> None:
         """All connections broke. Each client asks anew, as if for the first time, once there is a router again."""
@@ -136,6 +139,8 @@ class Clients:
             self._receive(request, news)
         except AssertionError as error:
             self.broken_promises.append(str(error))
+            self.world.log(f"BROKEN: {error}")
+            self.world.is_stopped = True
 
     def _receive(self, request: SimRequest, news: Deliver | Fail) -> None:
         name = request.name

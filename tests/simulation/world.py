@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tests.simulation.timeline import describe
+
 Event = Callable[[], None]
 
 
@@ -18,7 +20,8 @@ class World:
         self.rng = random.Random(seed)
         self.trace: list[str] = []
         self.num_events = 0
-        self._is_traced = is_traced
+        self.is_traced = is_traced
+        self.is_stopped = False  # nothing happens any more: what broke is the last line of the timeline
         self._now_s = 0.0
         self._events: list[tuple[float, int, Event]] = []
         self._order = itertools.count()
@@ -33,7 +36,7 @@ class World:
 
     def run_until(self, end_s: float) -> None:
         """Run everything that is due up to end_s."""
-        while self._events and self._events[0][0] <= end_s:
+        while self._events and self._events[0][0] <= end_s and not self.is_stopped:
             self._now_s, _, event = heapq.heappop(self._events)
             self.num_events += 1
             event()
@@ -41,7 +44,7 @@ class World:
 
     def log(self, text: str) -> None:
         """A line of the timeline, kept only when traced."""
-        if self._is_traced:
+        if self.is_traced:
             self.trace.append(f"{self._now_s:9.4f}  {text}")
 
 
@@ -69,6 +72,7 @@ class Link:
 
     world: World
     network: Network
+    node_name: str
     to_router: Callable[[bytes], None]
     to_node: Callable[[bytes], None]
     on_router_end_closed: Event
@@ -84,7 +88,7 @@ class Link:
         network.num_messages += 1
         delay_s = rng.choice((0.0001, 0.0005, 0.002, 0.02))
         if network.loss and rng.random() < network.loss:
-            self.world.log(f"a message of {len(frame)} bytes {direction} is lost")
+            self._log("lost: ", direction, frame)
             return
         if network.repetition and rng.random() < network.repetition:
             self._deliver(direction, frame, delay_s + rng.random() * 0.1)
@@ -101,9 +105,14 @@ class Link:
 
         def arrive() -> None:
             if self.is_open:
+                self._log("", direction, frame)
                 deliver(frame)
 
         self.world.after(delay_s, arrive)
+
+    def _log(self, prefix: str, direction: str, frame: bytes) -> None:
+        if self.world.is_traced and (text := describe(self.node_name, direction, frame)):
+            self.world.log(prefix + text)
 
     def stall(self, seconds: float) -> None:
         """A partition that heals: what is sent meanwhile arrives late."""

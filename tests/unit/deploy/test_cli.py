@@ -127,7 +127,7 @@ def test_cli_nodes_prints_a_line_each(capsys: pytest.CaptureFixture[str], router
     url, bodies = router
     bodies["/nodes"] = {"nodes": [{"node_id": "prefill-0", "role": "prefill"}, {"node_id": "decode-0", "role": "decode"}]}
     assert exit_code("nodes", "--url", url) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["node_id=prefill-0", "node_id=decode-0"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["node_id", "prefill-0", "decode-0"]
 
 
 def test_cli_key_from_the_environment_is_sent_and_not_shown(

@@ -77,6 +77,10 @@ def test_registry_missing_heartbeats_expire_a_node(registry: NodeRegistry) -> No
     assert registry.expired_node_ids(99.0) == []
 
 
+def test_registry_node_named_like_the_router_is_refused(registry: NodeRegistry) -> None:
+    assert "router" in registry.register(register_message("router", "decode"), b"x", 0.0).refusal
+
+
 def test_registry_draining_node_gets_nothing_new_and_stays_connected(registry: NodeRegistry) -> None:
     registry.heartbeat(heartbeat_message("d0", is_draining=True), b"d0:1", 1.0)
     assert not registry.has_candidate("decode")
