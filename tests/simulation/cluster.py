@@ -129,7 +129,8 @@ class SimCluster:
         logging.disable(logging.CRITICAL)
         try:
             self.world.run_until(FAULTS_END_S)
-            self._heal()
+            if not self.world.is_stopped:
+                self._heal()
             while not self.world.is_stopped and not self._is_drained() and self.world.now_s() < FAULTS_END_S + DRAIN_S:
                 self.world.run_until(self.world.now_s() + SLICE_S)
             self.world.run_until(self.world.now_s() + SLICE_S)

@@ -82,6 +82,7 @@ class SimNode:
         self.is_alive = True
         self.num_steps = 0
         self.num_poisonings = 0
+        self._dispatches: set[str] = set()
         self._on_end = on_end
         self.connector = SimConnector(world, store, name)
         self._connect_to_router = connect
@@ -205,6 +206,9 @@ class SimNode:
         news: list[messages.NodeMessage] = []
         inbox, self._inbox = self._inbox, []
         for command in inbox:
+            if isinstance(command, messages.Generate):
+                assert command.request_id not in self._dispatches, f"{self.name} is given {command.request_id} twice"
+                self._dispatches.add(command.request_id)
             news += self.core.handle(command)
             if isinstance(command, messages.RegisterAgain):
                 num_held = self.core.engine.audit().counts["requests"]

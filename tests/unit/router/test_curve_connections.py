@@ -140,7 +140,7 @@ def test_keys_wrong_ones_never_register_and_say_so(
         assert node_ids(secure_router) == set()
         wait_until(lambda: any(record.name == "core.node_link" for record in caplog.records), "the node has said why")
     said = [record.getMessage() for record in caplog.records if record.name == "core.node_link"]
-    assert "not registered: the router at 127.0.0.1" in said[0] and "security.keys" in said[0], said
+    assert any("not registered: the router at 127.0.0.1" in line and "security.keys" in line for line in said), said
     assert any("failed the handshake" in record.getMessage() for record in caplog.records if record.name == "kvrelay.router")
     assert_serves(secure_router)
 
@@ -154,7 +154,7 @@ def test_keys_of_the_node_alone_router_in_the_clear_gets_nothing(
             assert not link.is_registered
             assert node_ids(router) == set()
         said = [record.getMessage() for record in caplog.records if record.name == "core.node_link"]
-        assert "it has no keys (security.keys)" in said[0], said
+        assert any("it has no keys (security.keys)" in line for line in said), said
         assert "kvrelay_wire_errors_total 0.0" in httpx.get(f"{router.url}/metrics").text, "not a byte of a message has come"
         assert_serves(router)
 
