@@ -32,7 +32,6 @@ from core.wire.warning_limit import WarningLimit
 _logger = logging.getLogger(__name__)
 _REGISTER_RETRY_S = 1.0
 _REGISTRATIONS_PER_WARNING = 10
-_HANDSHAKE_WARNING_INTERVAL_S = 10.0
 _MAX_MESSAGES_IN_A_ROW = 256  # taken before heartbeats and news get their turn
 
 
@@ -48,14 +47,13 @@ class NodeLink:
         self._identity = f"{registration.node_id}:{registration.generation:x}".encode()
         self._router_address = router_address
         self._keys = keys
-        self._next_handshake_warning_s = 0.0
         self._outbox: deque[messages.NodeMessage] = deque()
         self._heartbeat: messages.Heartbeat | None = None
         self._heartbeat_set_s = 0.0
         self._has_command = threading.Event()
         self._is_closed = False
         self._failure = ""
-        self._garbage = WarningLimit()
+        self._garbage, self._failed_handshakes = WarningLimit(), WarningLimit()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name="node-link", daemon=True)
@@ -169,10 +167,8 @@ class NodeLink:
         os.close(self._wake_write)
 
     def _warn_of_handshake(self, event: int) -> None:
-        now_s = time.monotonic()
-        if now_s < self._next_handshake_warning_s:
+        if not self._failed_handshakes.count(b"router", time.monotonic()):
             return
-        self._next_handshake_warning_s = now_s + _HANDSHAKE_WARNING_INTERVAL_S
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             reason = "does not accept this node's keys (security.keys): they are another cluster's"
         elif self._keys:

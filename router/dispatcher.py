@@ -39,7 +39,6 @@ AUDIT_POLL_S = 0.005
 MAX_MESSAGES_IN_A_ROW = 32  # taken from a socket that never runs dry, before everything else gets its turn
 # libzmq reports a disconnect before the peer is removed from the routing table, so that one ping may come too early.
 PING_DELAYS_S = (0.0, 0.02, 0.2)
-HANDSHAKE_WARNING_INTERVAL_S = 10.0  # a node with wrong keys tries again every second, and so may whoever else is out there
 
 
 class Dispatcher:
@@ -51,9 +50,8 @@ class Dispatcher:
         self._keys = keys
         self._clock = clock
         self._num_failed_handshakes = 0
-        self._next_handshake_warning_s = 0.0
         self._authenticator: AsyncioAuthenticator | None = None
-        self._garbage = WarningLimit()
+        self._garbage, self._failed_handshakes = WarningLimit(), WarningLimit()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor: zmq.asyncio.Socket | None = None
@@ -165,8 +163,8 @@ class Dispatcher:
             return
         self._metrics.failed_handshakes.inc()
         self._num_failed_handshakes += 1
-        if self._clock.now_s() >= self._next_handshake_warning_s:
-            self._next_handshake_warning_s = self._clock.now_s() + HANDSHAKE_WARNING_INTERVAL_S
+        # Under one name: a node with wrong keys tries again every second, and so may whoever else is out there.
+        if self._failed_handshakes.count(b"", self._clock.now_s()):
             logger.warning(
                 "%d connections to the control port failed the handshake so far: a node without this cluster's keys "
                 "(security.keys), or something that is no node",

@@ -42,7 +42,6 @@ class NodeState:
     num_blocks: int
     connector: str
     metrics_address: str
-    registration_index: int
     registered_s: float
     last_heartbeat_s: float
     status: NodeStatus = NodeStatus.UP
@@ -129,7 +128,7 @@ class NodeRegistry:
         is_repeated = (
             old is not None
             and old.is_connected
-            and (old.generation, old.registration_index) == (message.generation, message.registration_index)
+            and (old.generation, old.numbers.registration_index) == (message.generation, message.registration_index)
         )
         if is_repeated:  # our answer was slow: the node has not dropped anything since
             return Registration()
@@ -151,7 +150,6 @@ class NodeRegistry:
             num_blocks=message.num_blocks,
             connector=message.connector,
             metrics_address=message.metrics_address,
-            registration_index=message.registration_index,
             numbers=MessageNumbers(message.registration_index),
             registered_s=now_s,
             last_heartbeat_s=now_s,
