@@ -6,46 +6,20 @@ import dataclasses
 import itertools
 import json
 import resource
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from connectors.registry import create_connector
 from tests.contract.node import NUM_POOL_BLOCKS, Node, SteppedClock, chain
+from tests.support.commanded_process import CommandedProcess
 
 
-class Peer:
+class Peer(CommandedProcess):
     """A process with one node. kill() is SIGKILL."""
 
     def __init__(self, connector_name: str, options: Mapping[str, Any], max_file_bytes: int = 0) -> None:
-        command = [sys.executable, "-m", "tests.contract.peer", connector_name, json.dumps(dict(options)), str(max_file_bytes)]
-        root = Path(__file__).parents[2]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
-
-    def send(self, do: str, **arguments: Any) -> None:
-        """Give a command without waiting."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> Any:
-        """The next answer."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the peer died"
-        return json.loads(line)
-
-    def ask(self, do: str, **arguments: Any) -> Any:
-        """A command and its answer."""
-        self.send(do, **arguments)
-        return self.answer()
-
-    def kill(self) -> None:
-        """End it without any chance to clean up. Safe to repeat."""
-        self._process.kill()
-        self._process.communicate()
+        super().__init__("tests.contract.peer", connector_name, json.dumps(dict(options)), str(max_file_bytes))
 
 
 def _save_for_ever(node: Node, first_seed: int) -> None:

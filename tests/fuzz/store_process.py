@@ -7,54 +7,17 @@ from __future__ import annotations
 
 import json
 import random
-import select
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from connectors.registry import create_connector
 from core.kv.connector import TransferOutcome
 from tests.contract.node import NUM_POOL_BLOCKS, Node, SteppedClock, chain
 
-ANSWER_S = 120.0  # longer than a child waits for a transfer
 NUM_CHAINS = 8
 CHAIN_BLOCKS = 12
 MAX_ROUNDS = 12
-
-
-class StoreProcess:
-    """The parent's end."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.fuzz.store_process"]
-        root = Path(__file__).parents[2]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
-
-    def send(self, do: str, **arguments: Any) -> None:
-        """Give a command without waiting."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> Any:
-        """Its answer. Fails when the process has died or hangs."""
-        assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], ANSWER_S)[0], "the process hangs"
-        line = self._process.stdout.readline()
-        assert line, f"the process died with {self._process.wait()}"
-        return json.loads(line)
-
-    def ask(self, do: str, **arguments: Any) -> Any:
-        """A command and its answer."""
-        self.send(do, **arguments)
-        return self.answer()
-
-    def end(self) -> None:
-        """Safe to repeat."""
-        self._process.kill()
-        self._process.communicate()
 
 
 class _User:

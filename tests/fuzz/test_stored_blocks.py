@@ -20,7 +20,7 @@ from connectors.slot_store import slot_bytes
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, check_block, pack_block_header
 from tests.contract.node import LAYOUT
 from tests.fuzz.examples import num_examples
-from tests.fuzz.store_process import StoreProcess
+from tests.support.commanded_process import CommandedProcess
 
 NUM_BLOCKS = 40  # fewer than all chains have, so that slots are recycled
 _SLOT_BYTES = slot_bytes(LAYOUT)
@@ -130,12 +130,12 @@ STEPS = st.lists(
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[list[StoreProcess]]:
+def processes() -> Iterator[list[CommandedProcess]]:
     """Two users of the stores, the same for all examples."""
-    started = [StoreProcess(), StoreProcess()]
+    started = [CommandedProcess("tests.fuzz.store_process"), CommandedProcess("tests.fuzz.store_process")]
     yield started
     for process in started:
-        process.end()
+        process.kill()
 
 
 @pytest.fixture(params=["shm", "nvme"])
@@ -153,21 +153,21 @@ def _options(name: str, root: Path) -> dict[str, Any]:
 @given(steps=STEPS)
 @settings(max_examples=num_examples(12))
 def test_store_damaged_in_any_way_supplies_right_bytes_or_misses_and_heals(
-    processes: list[StoreProcess], medium: str, steps: list[tuple[Any, ...]]
+    processes: list[CommandedProcess], medium: str, steps: list[tuple[Any, ...]]
 ) -> None:
     root = Path(tempfile.mkdtemp(prefix="kvrelay-fuzz-", dir="/dev/shm" if medium == "shm" else None))
     try:
         _run(processes, medium, root, steps)
     except BaseException:
         for number, process in enumerate(processes):  # the next example, a smaller one, needs live ones
-            process.end()
-            processes[number] = StoreProcess()
+            process.kill()
+            processes[number] = CommandedProcess("tests.fuzz.store_process")
         raise
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def _run(processes: list[StoreProcess], medium: str, root: Path, steps: list[tuple[Any, ...]]) -> None:
+def _run(processes: list[CommandedProcess], medium: str, root: Path, steps: list[tuple[Any, ...]]) -> None:
     opening = {"connector_name": medium, "options": _options(medium, root)}
     for number, process in enumerate(processes):
         process.ask("open", **opening)
@@ -207,7 +207,7 @@ def _run(processes: list[StoreProcess], medium: str, root: Path, steps: list[tup
 
 @pytest.mark.parametrize("name", ["segment", "index"])
 def test_store_cut_again_and_again_under_its_users_ends_none_of_them(
-    processes: list[StoreProcess], medium: str, name: str
+    processes: list[CommandedProcess], medium: str, name: str
 ) -> None:
     root = Path(tempfile.mkdtemp(prefix="kvrelay-fuzz-", dir="/dev/shm" if medium == "shm" else None))
     try:
