@@ -7,114 +7,34 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import random
 import shutil
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from connectors.redis import RedisConnector
+from bench.media.medium import BYTES_PER_ROUND, Medium
 from connectors.registry import create_connector
-from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.clock import MonotonicClock
-from core.kv.connector import KVConnector, PrefixLookup, Transfer, TransferDirection, TransferOutcome, TransferResult
+from core.kv.connector import PrefixLookup, Transfer, TransferDirection, TransferOutcome, TransferResult
 from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
-from deploy.topology import find_free_ports
 
-HOST = "127.0.0.1"
 NUM_ROUNDS = 15
-BYTES_PER_ROUND = 96 * 1024 * 1024
 BYTES_PER_TRANSFER = 24 * 1024 * 1024
 NUM_LOOKUP_BLOCKS = 128
 NUM_KNOWN_BLOCKS = 1_000_000
 NUM_LOOKUPS = 3000
 
 
-class Backend(ABC):
-    """A store to be measured, and the limit of its medium. One per name in BACKENDS."""
-
-    @abstractmethod
-    def __init__(self, folder: Path, block_bytes: int) -> None: ...
-
-    @abstractmethod
-    def options(self) -> dict[str, Any]:
-        """The connector's."""
-
-    @abstractmethod
-    def limit_gbps(self, direction: TransferDirection, num_bytes: int) -> float:
-        """Move about num_bytes in blocks past the connector; GB/s."""
-
-    @abstractmethod
-    def make_known(self, connector: KVConnector, block_hashes: Sequence[bytes]) -> None:
-        """Have the connector believe that the store holds these."""
-
-    @abstractmethod
-    def empty(self) -> None:
-        """Remove all blocks."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End what was started."""
-
-
-class RedisBackend(Backend):
-    """A server of its own; its limit is what redis-benchmark reaches over four connections, with keys that exist."""
-
-    def __init__(self, folder: Path, block_bytes: int) -> None:
-        self._num_keys = BYTES_PER_ROUND // block_bytes  # as much memory as ours: the first touch of fresh memory is slow
-        self._value_bytes = block_bytes + BLOCK_HEADER_BYTES
-        (self._port,) = find_free_ports(HOST, 1)
-        command = ["redis-server", "--port", str(self._port), "--bind", HOST, "--save", "", "--dir", str(folder)]
-        command += ["--maxmemory", "3gb", "--maxmemory-policy", "volatile-ttl"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        while self._ask("ping") != b"PONG\n":
-            time.sleep(0.05)
-
-    def options(self) -> dict[str, Any]:
-        return {"url": f"redis://{HOST}:{self._port}/0"}
-
-    def limit_gbps(self, direction: TransferDirection, num_bytes: int) -> float:
-        num_requests = num_bytes // self._value_bytes
-        if direction is TransferDirection.LOAD:
-            self._benchmark("set", 8 * self._num_keys)  # so that hardly any key is missing
-        return self._benchmark("get" if direction is TransferDirection.LOAD else "set", num_requests) * self._value_bytes / 1e9
-
-    def _benchmark(self, command: str, num_requests: int) -> float:
-        arguments = ["-t", command, "-c", "4", "-n", str(num_requests), "-d", str(self._value_bytes), "-r", str(self._num_keys)]
-        ran = subprocess.run(
-            ["redis-benchmark", "-p", str(self._port), *arguments, "--csv"], capture_output=True, text=True, check=True
-        )
-        return float(ran.stdout.splitlines()[-1].split(",")[1].strip('"'))
-
-    def make_known(self, connector: KVConnector, block_hashes: Sequence[bytes]) -> None:
-        assert isinstance(connector, RedisConnector)
-        connector._known.add(block_hashes, connector._known.epoch)
-
-    def empty(self) -> None:
-        """Asynchronously: else the server returns its memory, and the first touch of fresh pages is all that is measured. A full
-        store recycles them."""
-        self._ask("flushall", "async")
-        while b"lazyfree_pending_objects:0" not in self._ask("info", "memory"):
-            time.sleep(0.01)
-
-    def _ask(self, *command: str) -> bytes:
-        return subprocess.run(["redis-cli", "-p", str(self._port), *command], capture_output=True).stdout
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-BACKENDS: dict[str, type[Backend]] = {"redis": RedisBackend}
+MEDIA = ("redis",)  # modules of bench.media
 
 
 class Driver:
@@ -167,12 +87,12 @@ def measure(backend_name: str, block_kib: int) -> dict[str, float]:
     """The figures of one backend and block size."""
     layout = KVLayout(num_layers=block_kib, block_size=16, num_kv_heads=1, head_dim=16, dtype="bfloat16")  # 1 KiB per layer
     folder = Path(tempfile.mkdtemp(prefix="kvrelay-bench-"))
-    backend = BACKENDS[backend_name](folder, layout.block_bytes)
+    medium: Medium = importlib.import_module(f"bench.media.{backend_name}").create_medium(folder, layout.block_bytes)
     num_blocks = BYTES_PER_ROUND // layout.block_bytes
     num_bytes = num_blocks * layout.block_bytes
     speeds: dict[str, list[float]] = {"load": [], "save": [], "limit_load": [], "limit_save": []}
     try:
-        driver = Driver(backend_name, backend.options(), layout)
+        driver = Driver(backend_name, medium.options(), layout)
         cpu_s = moved_bytes = 0.0
         for round_number in range(NUM_ROUNDS):
             names = [os.urandom(16) for _ in range(num_blocks)]
@@ -183,19 +103,19 @@ def measure(backend_name: str, block_kib: int) -> dict[str, float]:
                     speeds[direction.value].append(num_bytes / seconds / 1e9)
             cpu_s += time.process_time() - started_cpu_s
             moved_bytes += 2 * num_bytes
-            backend.empty()
+            medium.empty()
             for direction in (TransferDirection.SAVE, TransferDirection.LOAD):
-                limit = backend.limit_gbps(direction, num_bytes)
+                limit = medium.limit_gbps(direction, num_bytes)
                 if round_number:
                     speeds[f"limit_{direction.value}"].append(limit)
-            backend.empty()
+            medium.empty()
         known = [os.urandom(16) for _ in range(NUM_KNOWN_BLOCKS)]
-        backend.make_known(driver.connector, known)
+        medium.make_known(driver.connector, known)
         gc.freeze()  # as after the start of an engine: the collector need not look at what stays
         lookups_us = sorted(driver.lookup_us(known))
         driver.connector.close()
     finally:
-        backend.close()
+        medium.close()
         shutil.rmtree(folder, ignore_errors=True)
     median = {name: statistics.median(values) for name, values in speeds.items()}
     return {
@@ -211,7 +131,7 @@ def measure(backend_name: str, block_kib: int) -> dict[str, float]:
 def main() -> None:
     """Print the figures, as one line of JSON with --json."""
     parser = argparse.ArgumentParser(prog="python -m bench.connectors", description=__doc__)
-    parser.add_argument("--backend", choices=sorted(BACKENDS), required=True)
+    parser.add_argument("--backend", choices=MEDIA, required=True)
     parser.add_argument("--block-kib", type=int, default=360, help="payload of a block: 360 (SmolLM2-135M) or 2048 (an 8B model)")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     arguments = parser.parse_args()

@@ -1,0 +1,39 @@
+"""What the benchmark of connectors asks of a store: how to open one, and how fast its raw medium is, past the connector.
+
+One module per store, of the store's name, with create_medium(folder, block_bytes).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from core.kv.connector import KVConnector, TransferDirection
+
+HOST = "127.0.0.1"
+BYTES_PER_ROUND = 96 * 1024 * 1024
+
+
+class Medium(ABC):
+    """A store to be measured, and the limit of what it stands on."""
+
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """The connector's."""
+
+    @abstractmethod
+    def limit_gbps(self, direction: TransferDirection, num_bytes: int) -> float:
+        """Move about num_bytes in blocks past the connector; GB/s."""
+
+    @abstractmethod
+    def make_known(self, connector: KVConnector, block_hashes: Sequence[bytes]) -> None:
+        """Have the connector believe that the store holds these."""
+
+    @abstractmethod
+    def empty(self) -> None:
+        """Remove all blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what was started."""
