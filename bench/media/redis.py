@@ -31,7 +31,8 @@ class RedisMedium(Medium):
         (self._port,) = find_free_ports(HOST, 1)
         command = ["redis-server", "--port", str(self._port), "--bind", HOST, "--save", "", "--dir", str(folder)]
         # Full after a few rounds, as a store in use is: what is new takes the memory of what is oldest.
-        command += ["--maxmemory", str(4 * BYTES_PER_ROUND), "--maxmemory-policy", "volatile-ttl"]
+        command += ["--maxmemory", str(8 * BYTES_PER_ROUND), "--maxmemory-policy", "volatile-ttl"]
+        command += ["--maxmemory-samples", "10"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         while self._ask("ping") != b"PONG\n":
             time.sleep(0.05)
