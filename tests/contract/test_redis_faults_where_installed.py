@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
+from connectors.contract.contract import open_descriptors
+from connectors.contract.node import LAYOUT, REAL_LAYOUT, Node, SteppedClock, chain, content_of, wait_until
 from connectors.registry import create_connector
 from connectors.stored_block import BLOCK_HEADER_BYTES, pack_block_header
 from core.errors import ConfigError
 from core.kv.connector import PrefixLookup, TransferOutcome, TransferResult
 from core.kv.layout import KVLayout
 from deploy.topology import find_free_ports
-from tests.contract.contract import open_descriptors
-from tests.contract.node import LAYOUT, REAL_LAYOUT, Node, SteppedClock, chain, content_of, wait_until
 from tests.support.delaying_proxy import HOST, DelayingProxy
 from tests.support.redis_server import EXECUTABLE, RedisProcess, SentinelProcess
 
