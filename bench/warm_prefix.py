@@ -51,7 +51,7 @@ class Link:
 REDIS_LINKS = {
     "redis": None,
     "redis-200ms": Link(latency_s=0.2),
-    "redis-2s": Link(latency_s=2.0),
+    "redis-500ms": Link(latency_s=0.5),
     "redis-20MBps": Link(bytes_per_s=20e6),
     "redis-4MBps": Link(bytes_per_s=4e6),
 }
