@@ -286,7 +286,9 @@ class SlotConnector(KVConnector):
             try:
                 if not store.medium.is_intact():
                     raise OSError(errno.EIO, "the store was removed or cut")
-                move(piece)
+                parts = [piece] if store.medium.needs_neighbours else [[position] for position in piece]
+                for part in parts:  # small ones are verified while the copy is in the core's cache
+                    move(part)
                 if not store.medium.is_intact():  # cut meanwhile: what was written is nowhere
                     raise OSError(errno.EIO, "the store was removed or cut")
             except OSError as error:
@@ -338,6 +340,7 @@ class SlotConnector(KVConnector):
             return None
         try:
             self._store = self._open_store(self._layout)
+            self._workers.request_background()
         except (OSError, ConnectorError) as error:
             self._num_errors += 1
             self._reopen_at_s = self._clock.now_s() + _REOPEN_PAUSE_S
