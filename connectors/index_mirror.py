@@ -115,9 +115,12 @@ class IndexMirror:
             for slot in slots:
                 name = self._hash_by_slot[slot]
                 if name is not None and sequences_of(self._file, [slot], [name]) == [-1]:
-                    if self._slot_by_hash.get(name) == slot:
-                        del self._slot_by_hash[name]
-                    self._hash_by_slot[slot] = None
+                    self._forget(slot, name)
+
+    def _forget(self, slot: int, name: bytes) -> None:
+        if self._slot_by_hash.get(name) == slot:  # the block may be in another slot by now
+            del self._slot_by_hash[name]
+        self._hash_by_slot[slot] = None
 
     def _rescan(self, newest: int, first: int) -> None:
         for start in range(0, self._file.num_slots, _RESCAN_RECORDS):
@@ -133,20 +136,19 @@ class IndexMirror:
         is_slot = slots < self._file.num_slots  # a damaged ring may hold anything
         slots = np.where(is_slot, slots, 0)
         records = self._file.records[slots]
-        is_valid = (record_checksums(records) == records[:, CHECKSUM]).tolist()
-        is_stored = (records[:, STATE_AND_OWNER] == SlotState.STORED).tolist()
-        for slot, name, valid, stored in zip(slots.tolist(), hashes_of(records), is_valid, is_stored, strict=True):
-            if not valid:
-                continue
-            old = self._hash_by_slot[slot]
-            new = name if stored else None
-            if old == new:
-                continue
-            if old is not None and self._slot_by_hash.get(old) == slot:
-                del self._slot_by_hash[old]
-            if new is not None:
-                self._slot_by_hash[new] = slot
-            self._hash_by_slot[slot] = new
+        is_valid = record_checksums(records) == records[:, CHECKSUM]
+        is_stored = is_valid & (records[:, STATE_AND_OWNER] == SlotState.STORED)
+        slot_by_hash, hash_by_slot = self._slot_by_hash, self._hash_by_slot
+        for slot in slots[is_valid & ~is_stored].tolist():
+            if (old := hash_by_slot[slot]) is not None:
+                self._forget(slot, old)
+        for slot, name in zip(slots[is_stored].tolist(), hashes_of(records[is_stored]), strict=True):
+            old = hash_by_slot[slot]
+            if old != name:
+                if old is not None:
+                    self._forget(slot, old)
+                slot_by_hash[name] = slot
+                hash_by_slot[slot] = name
         if sequences is not None:
             late = np.flatnonzero((records[:, SEQUENCE].astype(np.int64) < sequences) & is_slot)
             self._num_changes_seen = int(sequences[late[0]] - 1 if len(late) else sequences[-1])

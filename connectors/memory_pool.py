@@ -11,7 +11,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from connectors.slot_store import HEADER_PAGE_BYTES, SlotMedium, slot_bytes
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.errors import ConnectorError
 from core.kv.layout import KVLayout
+
+_Bytes = npt.NDArray[np.uint8]
 
 _TOUCH_BYTES = 16 * 1024 * 1024  # at a time: some 10 ms of a worker thread
 _MADV_POPULATE_WRITE = 23  # of Linux' mman.h; the mmap module has no name for it
@@ -109,6 +111,7 @@ class MemoryMedium(SlotMedium):
     """The mapped slots."""
 
     needs_neighbours = False
+    piece_bytes = 1024 * 1024  # threads that end at the same time matter more than the cost of a piece
 
     def __init__(self, descriptor: int, layout: KVLayout, num_slots: int) -> None:
         """Raises OSError, or ConnectorError where the memory is not what create() makes."""
@@ -119,26 +122,24 @@ class MemoryMedium(SlotMedium):
         if not is_sealed or os.fstat(descriptor).st_size != self._num_bytes:
             raise ConnectorError("a pool of other processes is not sealed, or not as large as its index says")
         mapping = mmap.mmap(descriptor, self._num_bytes)
-        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
+        self._bytes: _Bytes = np.frombuffer(mapping, dtype=np.uint8)
+        by_slot = self._bytes.reshape(num_slots, self._slot_bytes)
+        self._headers: _Bytes = by_slot[:, :BLOCK_HEADER_BYTES]
+        self._payloads: _Bytes = by_slot[:, HEADER_PAGE_BYTES : HEADER_PAGE_BYTES + layout.block_bytes]
         self._num_touched_bytes = 0
 
-    def read(self, slots: Sequence[int], blocks: Sequence[memoryview]) -> list[bytes]:
-        headers = []
+    def read(self, slots: Sequence[int], blocks: Sequence[memoryview]) -> Iterator[bytes]:
         for slot, block in zip(slots, blocks, strict=True):
-            start = slot * self._slot_bytes
-            headers.append(self._bytes[start : start + BLOCK_HEADER_BYTES].tobytes())
-            payload = start + HEADER_PAGE_BYTES
-            target = np.frombuffer(block, dtype=np.uint8, count=self._block_bytes)
-            np.copyto(target, self._bytes[payload : payload + self._block_bytes])  # lets go of the GIL, unlike a slice of bytes
-        return headers
+            # Lets go of the GIL, unlike an assignment of slices of bytes.
+            np.copyto(np.frombuffer(block, dtype=np.uint8, count=self._block_bytes), self._payloads[slot])
+            yield self._headers[slot].tobytes()
 
-    def write(self, slots: Sequence[int], headers: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        for slot, header, block in zip(slots, headers, blocks, strict=True):
-            start = slot * self._slot_bytes
-            self._bytes[start : start + BLOCK_HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
-            payload = start + HEADER_PAGE_BYTES
-            source = np.frombuffer(block, dtype=np.uint8, count=self._block_bytes)
-            np.copyto(self._bytes[payload : payload + self._block_bytes], source)
+    def write(self, slots: Sequence[int], headers: Iterable[bytes], blocks: Sequence[memoryview]) -> None:
+        """Headers last: by then the block they are made from is in the core's cache."""
+        next_header = iter(headers)
+        for slot, block in zip(slots, blocks, strict=True):
+            np.copyto(self._payloads[slot], np.frombuffer(block, dtype=np.uint8, count=self._block_bytes))
+            self._headers[slot] = np.frombuffer(next(next_header), dtype=np.uint8)
 
     def grow(self, first_slot: int, end_slot: int) -> None:
         """All slots are there from the start."""
@@ -156,10 +157,10 @@ class MemoryMedium(SlotMedium):
         return False
 
     def close(self) -> None:
-        del self._bytes  # the mapping ends with the last array on it
+        del self._bytes, self._headers, self._payloads  # the mapping ends with the last array on it
 
 
-def _populate(memory: npt.NDArray[np.uint8], num_bytes: int) -> bool:
+def _populate(memory: _Bytes, num_bytes: int) -> bool:
     """Have the kernel supply the first num_bytes, whole pages, without holding the GIL. False where it has no such call."""
     libc = ctypes.CDLL(None)
     address, length = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(num_bytes)

@@ -79,6 +79,7 @@ class SlotIndex:
         self._free_hints: deque[int] = deque()
         self._num_frees_scanned = -1
         self._victims: deque[tuple[int, int]] = deque()
+        self._untold_uses: deque[Sequence[bytes]] = deque()
         with file.locked():
             self.mirror = IndexMirror(file)
 
@@ -113,7 +114,8 @@ class SlotIndex:
         A block that another saver published meanwhile keeps that one's slot, and ours becomes free.
         """
         with self._changing():
-            ours = {name: slot for name, slot in written.items() if self._is_ours(slot)}
+            are_ours = self._are_ours(list(written.values()))
+            ours = {name: slot for (name, slot), is_ours in zip(written.items(), are_ours, strict=True) if is_ours}
             losers = [slot for name, slot in ours.items() if name in self.mirror]
             winners = {name: slot for name, slot in ours.items() if name not in self.mirror}
             self._write_records(list(winners.values()), SlotState.STORED, list(winners))
@@ -144,10 +146,17 @@ class SlotIndex:
         with self._changing():
             pass
 
-    def touch(self, chain: Sequence[bytes]) -> None:
-        """Mark blocks as just used, given first to last: tail first, head last, so that parents outlive children."""
-        with self._changing():
-            self._touch(chain)
+    def touch_later(self, chain: Sequence[bytes]) -> None:
+        """Mark blocks as just used, given first to last: tail first, head last, so that parents outlive children.
+
+        Takes no lock. It is done before whatever next changes the index, such as an eviction, in any case by catch_up().
+        """
+        self._untold_uses.append(chain)
+
+    @property
+    def has_untold_uses(self) -> bool:
+        """Whether touch_later() was called, and no change came after it."""
+        return bool(self._untold_uses)
 
     # -- upkeep --------------------------------------------------------------------------------------------------------
     def recover(self, is_alone: bool) -> None:
@@ -167,7 +176,7 @@ class SlotIndex:
         if self._is_closed:
             return
         try:
-            if self._own_writing:
+            if self._own_writing or self._untold_uses:
                 self.release(list(self._own_writing))
         except (OSError, ConnectorError) as error:  # others take the slots back once the lease is gone
             logger.warning("slots in writing are left to be reclaimed: %s", str(error))
@@ -188,10 +197,13 @@ class SlotIndex:
                 if self.file.is_changing:
                     self._repair()
                 self.file.is_changing = 1
-                self._free([slot for slot in self._to_release if self._is_ours(slot)])
+                to_release = list(self._to_release)
+                self._free([slot for slot, is_ours in zip(to_release, self._are_ours(to_release), strict=True) if is_ours])
                 self._own_writing.difference_update(self._to_release)
                 self._to_release.clear()
                 self.mirror.refresh(is_locked=True)
+                while self._untold_uses:
+                    self._touch(self._untold_uses.popleft())
                 yield
                 self.mirror.refresh(is_locked=True)
                 self.file.is_changing = 0
@@ -239,8 +251,12 @@ class SlotIndex:
         self.file.num_frees += 1  # before the records, so that a death in between loses no slot
         self._write_records(slots, SlotState.FREE, [_NO_HASH] * len(slots))
 
-    def _is_ours(self, slot: int) -> bool:
-        return int(self.file.records[slot, STATE_AND_OWNER]) == SlotState.WRITING | self._lease_number << 32
+    def _are_ours(self, slots: Sequence[int]) -> list[bool]:
+        if not slots:
+            return []
+        states = self.file.records[np.asarray(slots), STATE_AND_OWNER]
+        are_ours: list[bool] = (states == np.uint64(SlotState.WRITING | self._lease_number << 32)).tolist()
+        return are_ours
 
     def _touch(self, chain: Sequence[bytes]) -> None:
         slots = self.mirror.slots_of(chain)

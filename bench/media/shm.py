@@ -15,7 +15,7 @@ from core.kv.connector import KVConnector, TransferDirection
 from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
 
-CAPACITY_BYTES = 1024**3
+CAPACITY_BYTES = 2 * BYTES_PER_ROUND + 32 * 1024 * 1024  # soon touched all over, and then recycled
 
 
 def create_medium(folder: Path, block_bytes: int) -> Medium:
