@@ -96,9 +96,10 @@ class SlotIndex:
         must end in publish or release.
         """
         with self._changing():
+            absent = set(self.mirror.missing(block_hashes))
             missing: dict[bytes, int] = {}
-            for position, name in enumerate(block_hashes):
-                if name not in self.mirror:
+            for position, name in enumerate(block_hashes if absent else ()):
+                if name in absent:
                     missing.setdefault(name, position)
             protected = set(self.mirror.slots_of(block_hashes)) | set(self.mirror.slots_of(ancestors))
             slots = self._take_slots(len(missing), protected)
@@ -244,6 +245,7 @@ class SlotIndex:
         self.file.records[where] = records
         self.file.recent_changes[(sequences % np.uint64(NUM_RECENT_CHANGES)).astype(np.int64)] = where
         self.file.change_counter += len(slots)
+        self.mirror.note_own_change(slots, block_hashes if state is SlotState.STORED else None)
 
     def _free(self, slots: Sequence[int]) -> None:
         if not slots:
@@ -347,11 +349,12 @@ class SlotIndex:
                 has_scanned = True
                 self._find_victims(num_wanted + len(protected) + min(_VICTIM_BATCH, self.file.num_slots // 8))
                 continue
-            slot, tick = self._victims.popleft()
-            record = self.file.records[slot]
-            is_unchanged = int(record[STATE_AND_OWNER]) == SlotState.STORED and int(record[LAST_USE]) == tick
-            if is_unchanged and slot not in protected:
-                taken.add(slot)
+            found = [self._victims.popleft() for _ in range(min(num_wanted - len(taken), len(self._victims)))]
+            records = self.file.records[[slot for slot, _ in found]]
+            is_stored, last_uses = (records[:, STATE_AND_OWNER] == SlotState.STORED).tolist(), records[:, LAST_USE].tolist()
+            for (slot, tick), stored, last_use in zip(found, is_stored, last_uses, strict=True):
+                if stored and last_use == tick and slot not in protected:
+                    taken.add(slot)
         self.num_evictions += len(taken) - num_before
 
     def _find_victims(self, num_wanted: int) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +121,8 @@ def test_pool_of_a_member_stopped_while_it_writes_serves_the_others(pool: Pool) 
 
 def test_pool_of_members_that_start_at_once_is_one(pool: Pool) -> None:
     for round_number in range(3):
-        nodes: list[Node] = []
-        threads = [threading.Thread(target=lambda: nodes.append(pool.open_node())) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(6) as executor:
+            nodes = [future.result() for future in [executor.submit(pool.open_node) for _ in range(6)]]
         assert len(pool_files(pool.name, "index")) == 1
         nodes[0].save(chain(round_number, 8))
         assert [node.load(chain(round_number, 8)).num_blocks_ok for node in nodes] == [8] * 6
