@@ -114,9 +114,9 @@ class IndexMirror:
             self._mutex.release()
 
     def note_own_change(self, slots: Sequence[int], block_hashes: Sequence[bytes] | None) -> None:
-        """These slots were just given to these blocks, or to none, by the caller, who holds the file's lock, as the newest changes.
+        """The caller, who holds the file's lock, has just given these slots to these blocks, or to none, as the newest changes.
 
-        Spares refresh() reading what is known. Changes of others that have not arrived yet leave it to that.
+        Spares refresh() from reading them. While changes of others are outstanding, it is left to that.
         """
         with self._mutex:
             newest = self._file.change_counter
