@@ -27,6 +27,7 @@ MAX_MEMBERS = 64
 ANSWER_TIMEOUT_S = 1.0
 _PAUSE_S = 0.002  # between two looks at the join lock
 _CLOSE_TIMEOUT_S = 2.0
+_HAVE, _HAVE_NONE = b"+", b"-"
 _CREDENTIALS = struct.Struct("iII")  # process id, user id, group id
 
 
@@ -50,26 +51,23 @@ def find_pool(pool: str, num_descriptors: int) -> list[int]:
     """
     with contextlib.ExitStack() as opened:
         is_silent = False
-        asked: list[socket.socket] = []
+        asked: dict[socket.socket, int] = {}
         for number in range(MAX_MEMBERS):
             member = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            member.setblocking(False)
-            try:
-                member.connect(f"\0{pool}-{number}")
-            except ConnectionRefusedError:
-                continue
-            except BlockingIOError:  # it has not looked at those who asked before us either
-                is_silent = True
-                continue
-            if _user_at(member) == os.getuid():
-                asked.append(member)
+            found = _try_connect(member, pool, number)
+            if found and _user_at(member) == os.getuid():
+                asked[member] = number
+            is_silent |= found is None
         deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
         while asked and (remaining_s := deadline_s - time.monotonic()) > 0:
-            for member in select.select(asked, [], [], remaining_s)[0]:
+            for member in select.select(list(asked), [], [], remaining_s)[0]:
                 descriptors = _receive(member, num_descriptors)
                 if descriptors:
                     return descriptors
-                asked.remove(member)
+                number = asked.pop(member)
+                if descriptors is None:  # it failed, or it has just left
+                    again = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                    is_silent |= _try_connect(again, pool, number) is not False
         if is_silent or any(_is_alive(member) for member in asked):
             raise TimeoutError(f"no process that has the pool {pool} open answers within {ANSWER_TIMEOUT_S} s")
         return []
@@ -116,8 +114,11 @@ class PoolMember:
     def _answer(self) -> None:
         other, _ = self._listener.accept()
         with other:
-            if _user_at(other) == os.getuid() and self._is_usable():
-                socket.send_fds(other, [b"\0"], self._descriptors, socket.MSG_DONTWAIT)
+            if _user_at(other) == os.getuid():
+                if self._is_usable():
+                    socket.send_fds(other, [_HAVE], self._descriptors, socket.MSG_DONTWAIT)
+                else:
+                    other.send(_HAVE_NONE, socket.MSG_DONTWAIT)
 
 
 def _try_bind(bound: socket.socket, name: str) -> bool:
@@ -146,14 +147,26 @@ def _is_alive(member: socket.socket) -> bool:
     return process_id == 0 or Path(f"/proc/{process_id}").exists()
 
 
-def _receive(member: socket.socket, num_descriptors: int) -> list[int]:
-    """The descriptors that a member has sent; [] where it had none to give, or another number of them."""
+def _try_connect(member: socket.socket, pool: str, number: int) -> bool | None:
+    """True: it listens, and may answer. False: there is no such member. None: so many wait for its answer that we cannot."""
+    member.setblocking(False)
     try:
-        _, descriptors, _, _ = socket.recv_fds(member, 1, num_descriptors, socket.MSG_CMSG_CLOEXEC)
-    except OSError:  # it ended
-        return []
-    if len(descriptors) == num_descriptors:
+        member.connect(f"\0{pool}-{number}")
+    except ConnectionRefusedError:
+        return False
+    except BlockingIOError:
+        return None
+    return True
+
+
+def _receive(member: socket.socket, num_descriptors: int) -> list[int] | None:
+    """The descriptors that a member has sent; [] where it has none to give, None where it did not say so."""
+    try:
+        message, descriptors, _, _ = socket.recv_fds(member, 1, num_descriptors, socket.MSG_CMSG_CLOEXEC)
+    except OSError:
+        return None
+    if message == _HAVE_NONE or len(descriptors) == num_descriptors:
         return descriptors
     for descriptor in descriptors:
         os.close(descriptor)
-    return []
+    return None

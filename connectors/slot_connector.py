@@ -23,7 +23,7 @@ from connectors.slot_store import SlotStore, slot_bytes
 from connectors.stored_block import BlockCheck, check_block, pack_block_header
 from connectors.transfer_workers import TransferWorkers, failed
 from core.clock import Clock
-from core.errors import ConnectorError
+from core.errors import ConfigError, ConnectorError
 from core.kv.connector import (
     ConnectorStats,
     KVConnector,
@@ -338,7 +338,7 @@ class SlotConnector(KVConnector):
         try:
             self._store = self._open_store(self._layout)
             self._workers.request_background()
-        except (OSError, ConnectorError) as error:
+        except (OSError, ConnectorError, ConfigError) as error:  # the last: no longer is there room for the capacity
             self._num_errors += 1
             self._reopen_at_s = self._clock.now_s() + _REOPEN_PAUSE_S
             logger.warning("the %s store cannot be opened: %s", self.name, str(error))

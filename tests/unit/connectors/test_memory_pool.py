@@ -61,6 +61,7 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
 def stop(peer: Peer) -> None:
     os.kill(peer.pid, signal.SIGSTOP)
+    wait_until(lambda: all(") T" in path.read_text() for path in Path(f"/proc/{peer.pid}/task").glob("*/stat")))
 
 
 def resume(peer: Peer) -> None:
@@ -179,9 +180,23 @@ def test_find_pool_while_members_are_silent_gives_up_in_time(pool: Pool) -> None
     assert find_pool(pool.name, 1) == []
 
 
-def test_find_pool_whose_member_gives_another_number_of_descriptors_finds_nothing(pool: Pool) -> None:
+def test_find_pool_whose_member_fails_to_answer_does_not_take_it_for_gone(pool: Pool) -> None:
+    def fail() -> bool:
+        raise OSError("no descriptor is free")
+
     descriptors = PoolDescriptors.create(pool.name, LAYOUT, 4)
-    member = PoolMember(pool.name, (descriptors.index,), lambda: True)
+    for given, is_usable in (((descriptors.index,), lambda: True), ((descriptors.index, descriptors.slots), fail)):
+        member = PoolMember(pool.name, given, is_usable)
+        with pytest.raises(TimeoutError):
+            find_pool(pool.name, 2)
+        member.close()
+        assert find_pool(pool.name, 2) == []
+    descriptors.close()
+
+
+def test_find_pool_given_up_by_all_its_members_finds_nothing(pool: Pool) -> None:
+    descriptors = PoolDescriptors.create(pool.name, LAYOUT, 4)
+    member = PoolMember(pool.name, (descriptors.index, descriptors.slots), lambda: False)
     assert find_pool(pool.name, 2) == []
     member.close()
     descriptors.close()
