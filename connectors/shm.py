@@ -6,6 +6,7 @@ Blocks are copied between the pool and the engine's own memory, so that an engin
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -60,9 +61,24 @@ class ShmConnector(SlotConnector):
         self._options = options
 
     def _open_store(self, layout: KVLayout) -> SlotStore:
+        return MemoryPools(self._options.name, self._options.capacity_bytes).open(layout)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPools:
+    """The pools of one name, one for each layout. capacity_bytes: of one that is made anew."""
+
+    name: str
+    capacity_bytes: int
+
+    def open(self, layout: KVLayout, *, create: bool = True) -> SlotStore:
+        """Join the pool of this layout, or with `create` make it where there is none.
+
+        Raises OSError (FileNotFoundError where there is none), ConnectorError or ConfigError.
+        """
         if sys.platform != "linux":
             raise ConnectorError("the shm store needs Linux (memfd_create, SCM_RIGHTS)")
-        pool = f"kvrelay-{os.getuid()}-{self._options.name}-{layout.fingerprint[:8].hex()}"  # fits into a socket's 107 bytes
+        pool = f"kvrelay-{os.getuid()}-{self.name}-{layout.fingerprint[:8].hex()}"  # fits into a socket's 107 bytes
         with joining(pool):
             found = find_pool(pool, 2)
             if found:
@@ -70,18 +86,19 @@ class ShmConnector(SlotConnector):
                     return _open_pool(pool, PoolDescriptors(*found), layout)
                 except ConnectorError as error:
                     logger.warning("the pool %s is given up for a new one: %s", pool, str(error))
+            if not create:
+                raise FileNotFoundError(errno.ENOENT, "no process has this pool open", pool)
             return _open_pool(pool, self._create(pool, layout), layout)
 
     def _create(self, pool: str, layout: KVLayout) -> PoolDescriptors:
-        capacity_bytes = self._options.capacity_bytes
-        num_slots = num_slots_within(capacity_bytes, layout)
+        num_slots = num_slots_within(self.capacity_bytes, layout)
         if num_slots < 1:
             needed = f"room for a block of {slot_bytes(layout)} bytes and its index"
-            raise ConfigError("connector.options.capacity_bytes", capacity_bytes, needed)
+            raise ConfigError("connector.options.capacity_bytes", self.capacity_bytes, needed)
         free_bytes = available_bytes()
-        if free_bytes is not None and free_bytes < capacity_bytes:
+        if free_bytes is not None and free_bytes < self.capacity_bytes:
             allowed = f"at most the {readable_bytes(free_bytes)} of memory that are free here, this container's limit included"
-            raise ConfigError("connector.options.capacity_bytes", capacity_bytes, allowed)
+            raise ConfigError("connector.options.capacity_bytes", self.capacity_bytes, allowed)
         return PoolDescriptors.create(pool, layout, num_slots)
 
 
