@@ -6,7 +6,6 @@ system: pool_members.py is how others come by the descriptors.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -22,12 +21,11 @@ from connectors.index_file import IndexFile, write_empty_index
 from connectors.slot_store import HEADER_PAGE_BYTES, SlotMedium, slot_bytes
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.errors import ConnectorError
-from core.kv.layout import KVLayout
+from core.kv.layout import PAGE_BYTES, KVLayout
 
 _Bytes = npt.NDArray[np.uint8]
 
 _TOUCH_BYTES = 16 * 1024 * 1024  # at a time: some 10 ms of a worker thread
-_MADV_POPULATE_WRITE = 23  # of Linux' mman.h; the mmap module has no name for it
 _FILE_LOCK = struct.Struct("hhqqi4x")  # struct flock on 64 bits: type, whence, start, length, process id
 _FIRST_LEASE_BYTE = 2**40  # beyond the index: a lock needs no byte to be there
 
@@ -149,22 +147,17 @@ class MemoryMedium(SlotMedium):
         return True
 
     def prepare(self, num_ready_slots: int) -> bool:
-        """Touch what comes next: a page's first use costs ten times its copy, and several times for the second process."""
-        num_bytes = min(_TOUCH_BYTES, self._num_bytes - self._num_touched_bytes)
-        if num_bytes > 0 and _populate(self._bytes[self._num_touched_bytes :], num_bytes):
-            self._num_touched_bytes += num_bytes
-            return self._num_touched_bytes < self._num_bytes
-        return False
+        """Touch what comes next: a page's first use costs ten times its copy, and several times for the second process.
+
+        Reading is enough for pages of shared memory. Of numpy's ways to read them, this one lets go of the GIL, and sum() does not.
+        """
+        first = self._num_touched_bytes
+        self._num_touched_bytes = min(self._num_bytes, first + _TOUCH_BYTES)
+        self._bytes[first : self._num_touched_bytes : PAGE_BYTES].max()
+        return self._num_touched_bytes < self._num_bytes
 
     def close(self) -> None:
         del self._bytes, self._headers, self._payloads  # the mapping ends with the last array on it
-
-
-def _populate(memory: _Bytes, num_bytes: int) -> bool:
-    """Have the kernel supply the first num_bytes, whole pages, without holding the GIL. False where it has no such call."""
-    libc = ctypes.CDLL(None)
-    address, length = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(num_bytes)
-    return bool(libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0)
 
 
 def _reopening_path(descriptor: int) -> Path:
