@@ -149,11 +149,11 @@ class MemoryMedium(SlotMedium):
     def prepare(self, num_ready_slots: int) -> bool:
         """Touch what comes next: a page's first use costs ten times its copy, and several times for the second process.
 
-        Reading is enough for pages of shared memory. Of numpy's ways to read them, this one lets go of the GIL, and sum() does not.
+        Reading is enough for pages of shared memory. Numpy lets go of the GIL for max(), and not for sum().
         """
         first = self._num_touched_bytes
         self._num_touched_bytes = min(self._num_bytes, first + _TOUCH_BYTES)
-        self._bytes[first : self._num_touched_bytes : PAGE_BYTES].max()
+        self._bytes[first : self._num_touched_bytes : PAGE_BYTES].max(initial=0)
         return self._num_touched_bytes < self._num_bytes
 
     def close(self) -> None:
