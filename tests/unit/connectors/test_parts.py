@@ -156,6 +156,33 @@ def test_workers_run_jobs_of_several_transfers_without_waiting_for_each_other() 
     assert workers.close()
 
 
+def test_workers_share_the_jobs_of_a_transfer_once_a_thread_is_idle() -> None:
+    workers: TransferWorkers
+    may_end = threading.Event()
+    both = threading.Barrier(2, timeout=HANG_S)  # two jobs that must run at the same time
+
+    def let_the_other_end() -> None:
+        assert workers._num_idle == 0
+        may_end.set()
+        wait_until(lambda: workers._num_idle == 1)
+
+    def execute(transfer: Transfer) -> TransferResult:
+        if transfer.transfer_id == 1:
+            may_end.wait(HANG_S)
+        else:
+            workers.run_jobs([let_the_other_end, both.wait, both.wait])
+        return TransferResult(transfer.transfer_id, 0, TransferOutcome.OK)
+
+    workers = TransferWorkers(execute, lambda: False, lambda: None, SteppedClock())
+    workers.start_threads(2, "test")
+    workers.start(transfer(1))
+    workers.start(transfer(2))
+    found: list[TransferResult] = []
+    wait_until(lambda: found.extend(workers.poll()) or len(found) == 2)
+    assert [result.outcome for result in found] == [TransferOutcome.OK] * 2
+    assert workers.close()
+
+
 def test_workers_background_is_repeated_while_there_is_more() -> None:
     calls: list[int] = []
     workers = TransferWorkers(
