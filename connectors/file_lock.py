@@ -46,8 +46,8 @@ def unlock_descriptor(descriptor: int) -> None:
 def locked_directory(directory: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
     """Create `directory` where it is missing and hold its lock: only one process at a time joins, leaves or cleans up.
 
-    The holder may delete the directory (see remove_if_empty), so whoever waited for the lock looks whether it still is the one
-    on the path. Raises OSError (TimeoutError included).
+    Somebody may delete the directory, so whoever waited for the lock looks whether it still is the one on the path. Raises
+    OSError (TimeoutError included).
     """
     num_races_left = _MAX_RACES
     while True:
@@ -67,14 +67,6 @@ def locked_directory(directory: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iter
                 return
         finally:
             os.close(descriptor)
-
-
-def remove_if_empty(directory: Path) -> None:
-    """Remove a directory that holds nothing but its lock file. The caller holds that lock, and does nothing more under it."""
-    if {entry.name for entry in directory.iterdir()} <= {_LOCK_NAME}:
-        (directory / _LOCK_NAME).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty: somebody joins already, with a lock of their own
-            directory.rmdir()
 
 
 class Lease:

@@ -126,7 +126,10 @@ class IndexFile:
             found = os.fstat(self._descriptor)
         except OSError:
             return False
-        return found.st_nlink > 0 and found.st_size >= self._num_bytes and found.st_ino == self._inode
+        return self._is_kept(found) and found.st_size >= self._num_bytes and found.st_ino == self._inode
+
+    def _is_kept(self, found: os.stat_result) -> bool:
+        return found.st_nlink > 0
 
     @property
     def has_lost_pages(self) -> bool:
@@ -177,9 +180,18 @@ def create_index_file(path: Path, layout_fingerprint: bytes, num_slots: int, slo
     unfinished.touch(mode=0o600)
     with unfinished.open("r+b") as file:
         os.ftruncate(file.fileno(), 0)  # of somebody who died here
-        os.posix_fallocate(file.fileno(), 0, index_bytes(num_slots))
-        file.write(_new_header(layout_fingerprint, num_slots, slot_bytes).tobytes())
+        write_empty_index(file.fileno(), layout_fingerprint, num_slots, slot_bytes)
     unfinished.replace(path)
+
+
+def write_empty_index(
+    descriptor: int, layout_fingerprint: bytes, num_slots: int, slot_bytes: int, num_ready_slots: int = 0
+) -> None:
+    """Make an empty file an index of FREE slots. Raises OSError."""
+    os.posix_fallocate(descriptor, 0, index_bytes(num_slots))
+    header = _new_header(layout_fingerprint, num_slots, slot_bytes)
+    header[5] = num_ready_slots
+    os.pwrite(descriptor, header.tobytes(), 0)
 
 
 def resize_index_file(path: Path, num_slots: int) -> None:

@@ -57,6 +57,10 @@ class IndexMirror:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._slot_by_hash
 
+    def missing(self, block_hashes: Iterable[bytes]) -> list[bytes]:
+        """Those of the blocks that are not stored."""
+        return list(itertools.filterfalse(self._slot_by_hash.__contains__, block_hashes))
+
     def slots_of(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Slots of those of the blocks that are stored."""
         return [slot for slot in map(self._slot_by_hash.get, block_hashes) if slot is not None]
@@ -109,15 +113,36 @@ class IndexMirror:
         finally:
             self._mutex.release()
 
+    def note_own_change(self, slots: Sequence[int], block_hashes: Sequence[bytes] | None) -> None:
+        """The caller, who holds the file's lock, has just given these slots to these blocks, or to none, as the newest changes.
+
+        Spares refresh() from reading them. While changes of others are outstanding, it is left to that.
+        """
+        with self._mutex:
+            newest = self._file.change_counter
+            if self._num_changes_seen != newest - len(slots):
+                return
+            for slot, name in zip(slots, block_hashes or itertools.repeat(None), strict=False):
+                self._assign(slot, name)
+            self._num_changes_seen = newest
+
     def drop_stale(self, slots: Iterable[int]) -> None:
         """Forget what these slots' records do not say (any more). Should one be written just now, its announcement follows."""
         with self._mutex:
             for slot in slots:
                 name = self._hash_by_slot[slot]
                 if name is not None and sequences_of(self._file, [slot], [name]) == [-1]:
-                    if self._slot_by_hash.get(name) == slot:
-                        del self._slot_by_hash[name]
-                    self._hash_by_slot[slot] = None
+                    self._assign(slot, None)
+
+    def _assign(self, slot: int, name: bytes | None) -> None:
+        old = self._hash_by_slot[slot]
+        if old == name:
+            return
+        if old is not None and self._slot_by_hash.get(old) == slot:  # the block may be in another slot by now
+            del self._slot_by_hash[old]
+        if name is not None:
+            self._slot_by_hash[name] = slot
+        self._hash_by_slot[slot] = name
 
     def _rescan(self, newest: int, first: int) -> None:
         for start in range(0, self._file.num_slots, _RESCAN_RECORDS):
@@ -133,20 +158,12 @@ class IndexMirror:
         is_slot = slots < self._file.num_slots  # a damaged ring may hold anything
         slots = np.where(is_slot, slots, 0)
         records = self._file.records[slots]
-        is_valid = (record_checksums(records) == records[:, CHECKSUM]).tolist()
-        is_stored = (records[:, STATE_AND_OWNER] == SlotState.STORED).tolist()
-        for slot, name, valid, stored in zip(slots.tolist(), hashes_of(records), is_valid, is_stored, strict=True):
-            if not valid:
-                continue
-            old = self._hash_by_slot[slot]
-            new = name if stored else None
-            if old == new:
-                continue
-            if old is not None and self._slot_by_hash.get(old) == slot:
-                del self._slot_by_hash[old]
-            if new is not None:
-                self._slot_by_hash[new] = slot
-            self._hash_by_slot[slot] = new
+        is_valid = record_checksums(records) == records[:, CHECKSUM]
+        is_stored = is_valid & (records[:, STATE_AND_OWNER] == SlotState.STORED)
+        for slot in slots[is_valid & ~is_stored].tolist():
+            self._assign(slot, None)
+        for slot, name in zip(slots[is_stored].tolist(), hashes_of(records[is_stored]), strict=True):
+            self._assign(slot, name)
         if sequences is not None:
             late = np.flatnonzero((records[:, SEQUENCE].astype(np.int64) < sequences) & is_slot)
             self._num_changes_seen = int(sequences[late[0]] - 1 if len(late) else sequences[-1])

@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class NvmeConnector(SlotConnector):
         self._options = options
 
     def _open_store(self, layout: KVLayout) -> SlotStore:
-        place = StoreDirectory(Path(self._options.path), layout.fingerprint.hex(), layout, is_removed_when_unused=False)
+        place = StoreDirectory(Path(self._options.path), layout.fingerprint.hex(), layout)
         with locked_directory(place.root):
             return place.open(self._options.capacity_bytes, _NvmeSegment, _GROW_BYTES)
 
@@ -98,7 +98,7 @@ class _NvmeSegment(SlotMedium):
             num_read += num_bytes // self._slot_bytes
         return [bytes(page[:BLOCK_HEADER_BYTES]) for page in pages[:num_read]]
 
-    def write(self, slots: Sequence[int], headers: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
+    def write(self, slots: Sequence[int], headers: Iterable[bytes], blocks: Sequence[memoryview]) -> None:
         pages = self._header_pages(len(slots))
         for page, header in zip(pages, headers, strict=True):
             page[:BLOCK_HEADER_BYTES] = header

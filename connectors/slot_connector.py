@@ -23,7 +23,7 @@ from connectors.slot_store import SlotStore, slot_bytes
 from connectors.stored_block import BlockCheck, check_block, pack_block_header
 from connectors.transfer_workers import TransferWorkers, failed
 from core.clock import Clock
-from core.errors import ConnectorError
+from core.errors import ConfigError, ConnectorError
 from core.kv.connector import (
     ConnectorStats,
     KVConnector,
@@ -38,7 +38,6 @@ from core.kv.pool_memory import KVPoolMemory
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 3 * 1024 * 1024  # one I/O, or one thread's share of a transfer: larger ones gain nothing (measured)
 _MAX_PIECE_BLOCKS = 256  # two buffers each, below the kernel's limit of 1024 per call
 _REOPEN_PAUSE_S = 1.0
 _CLOSE_MUTEX_TIMEOUT_S = 1.0
@@ -208,8 +207,8 @@ class SlotConnector(KVConnector):
         def read(positions: Sequence[int]) -> None:
             blocks = [self._block(transfer.block_ids[position]) for position in positions]
             headers = store.medium.read([slots[position] for position in positions], blocks)
-            headers.extend(b"" for _ in range(len(positions) - len(headers)))  # the medium ended before them
-            for position, block, header in zip(positions, blocks, headers, strict=True):
+            all_headers = itertools.chain(headers, itertools.repeat(b""))  # the medium may end before the last ones
+            for position, block, header in zip(positions, blocks, all_headers, strict=False):
                 payload = block[: self._block_bytes]
                 progress.checks[position] = check_block(header, payload, self._fingerprint, names[position])
 
@@ -222,8 +221,8 @@ class SlotConnector(KVConnector):
             index.forget({slots[position]: sequences[position] for position in damaged})
         index.mirror.drop_stale(slots[position] for position in bad if position not in damaged)
         chain = self._chains.note_transfer(transfer.request_id, names[:num_ok])
-        with contextlib.suppress(OSError, ConnectorError):  # a touch that cannot be made is no reason to drop what was read
-            index.touch([*chain, *names[:num_ok]])
+        index.touch_later([*chain, *names[:num_ok]])
+        self._workers.request_background()
         outcome, detail = TransferOutcome.OK, ""
         if num_ok < len(names):
             outcome, detail = self._reason(transfer, progress, num_ok)
@@ -240,10 +239,10 @@ class SlotConnector(KVConnector):
 
         def write(positions: Sequence[int]) -> None:
             blocks = [self._block(transfer.block_ids[position]) for position in positions]
-            headers = [
+            headers = (
                 pack_block_header(self._fingerprint, names[position], block[: self._block_bytes])
                 for position, block in zip(positions, blocks, strict=True)
-            ]
+            )
             store.medium.write([slots[position] for position in positions], headers, blocks)
             if store.medium.is_intact():
                 progress.written.update(positions)
@@ -271,7 +270,7 @@ class SlotConnector(KVConnector):
         progress: _Progress,
     ) -> None:
         """Cut positions into pieces, and move those on all idle threads until one fails or the transfer is out of time."""
-        max_blocks = max(1, min(_MAX_PIECE_BLOCKS, PIECE_BYTES // slot_bytes(self._layout)))
+        max_blocks = max(1, min(_MAX_PIECE_BLOCKS, store.medium.piece_bytes // slot_bytes(self._layout)))
         pieces: list[list[int]] = []
         for position in positions:
             is_neighbour = pieces and slots[pieces[-1][-1]] + 1 == slots[position]
@@ -338,7 +337,8 @@ class SlotConnector(KVConnector):
             return None
         try:
             self._store = self._open_store(self._layout)
-        except (OSError, ConnectorError) as error:
+            self._workers.request_background()
+        except (OSError, ConnectorError, ConfigError) as error:  # the last: no longer is there room for the capacity
             self._num_errors += 1
             self._reopen_at_s = self._clock.now_s() + _REOPEN_PAUSE_S
             logger.warning("the %s store cannot be opened: %s", self.name, str(error))
@@ -359,7 +359,7 @@ class SlotConnector(KVConnector):
             with self._using_store() as store:
                 if store is None:
                     return False
-                if not store.index.mirror.refresh():
+                if store.index.has_untold_uses or not store.index.mirror.refresh():
                     store.index.catch_up()
                 has_more = store.index.file.num_ready_slots < store.index.file.num_slots and store.index.grow_ahead()
                 return store.medium.prepare(store.index.file.num_ready_slots) or has_more

@@ -79,6 +79,7 @@ class SlotIndex:
         self._free_hints: deque[int] = deque()
         self._num_frees_scanned = -1
         self._victims: deque[tuple[int, int]] = deque()
+        self._untold_uses: deque[Sequence[bytes]] = deque()
         with file.locked():
             self.mirror = IndexMirror(file)
 
@@ -95,9 +96,10 @@ class SlotIndex:
         must end in publish or release.
         """
         with self._changing():
+            absent = set(self.mirror.missing(block_hashes))
             missing: dict[bytes, int] = {}
-            for position, name in enumerate(block_hashes):
-                if name not in self.mirror:
+            for position, name in enumerate(block_hashes if absent else ()):
+                if name in absent:
                     missing.setdefault(name, position)
             protected = set(self.mirror.slots_of(block_hashes)) | set(self.mirror.slots_of(ancestors))
             slots = self._take_slots(len(missing), protected)
@@ -113,7 +115,8 @@ class SlotIndex:
         A block that another saver published meanwhile keeps that one's slot, and ours becomes free.
         """
         with self._changing():
-            ours = {name: slot for name, slot in written.items() if self._is_ours(slot)}
+            are_ours = self._are_ours(list(written.values()))
+            ours = {name: slot for (name, slot), is_ours in zip(written.items(), are_ours, strict=True) if is_ours}
             losers = [slot for name, slot in ours.items() if name in self.mirror]
             winners = {name: slot for name, slot in ours.items() if name not in self.mirror}
             self._write_records(list(winners.values()), SlotState.STORED, list(winners))
@@ -144,10 +147,17 @@ class SlotIndex:
         with self._changing():
             pass
 
-    def touch(self, chain: Sequence[bytes]) -> None:
-        """Mark blocks as just used, given first to last: tail first, head last, so that parents outlive children."""
-        with self._changing():
-            self._touch(chain)
+    def touch_later(self, chain: Sequence[bytes]) -> None:
+        """Mark blocks as just used, given first to last: tail first, head last, so that parents outlive children.
+
+        Takes no lock. It is done before whatever next changes the index, such as an eviction, in any case by catch_up().
+        """
+        self._untold_uses.append(chain)
+
+    @property
+    def has_untold_uses(self) -> bool:
+        """Whether touch_later() was called, and no change came after it."""
+        return bool(self._untold_uses)
 
     # -- upkeep --------------------------------------------------------------------------------------------------------
     def recover(self, is_alone: bool) -> None:
@@ -167,7 +177,7 @@ class SlotIndex:
         if self._is_closed:
             return
         try:
-            if self._own_writing:
+            if self._own_writing or self._untold_uses:
                 self.release(list(self._own_writing))
         except (OSError, ConnectorError) as error:  # others take the slots back once the lease is gone
             logger.warning("slots in writing are left to be reclaimed: %s", str(error))
@@ -188,10 +198,13 @@ class SlotIndex:
                 if self.file.is_changing:
                     self._repair()
                 self.file.is_changing = 1
-                self._free([slot for slot in self._to_release if self._is_ours(slot)])
+                to_release = list(self._to_release)
+                self._free([slot for slot, is_ours in zip(to_release, self._are_ours(to_release), strict=True) if is_ours])
                 self._own_writing.difference_update(self._to_release)
                 self._to_release.clear()
                 self.mirror.refresh(is_locked=True)
+                while self._untold_uses:
+                    self._touch(self._untold_uses.popleft())
                 yield
                 self.mirror.refresh(is_locked=True)
                 self.file.is_changing = 0
@@ -232,6 +245,7 @@ class SlotIndex:
         self.file.records[where] = records
         self.file.recent_changes[(sequences % np.uint64(NUM_RECENT_CHANGES)).astype(np.int64)] = where
         self.file.change_counter += len(slots)
+        self.mirror.note_own_change(slots, block_hashes if state is SlotState.STORED else None)
 
     def _free(self, slots: Sequence[int]) -> None:
         if not slots:
@@ -239,8 +253,12 @@ class SlotIndex:
         self.file.num_frees += 1  # before the records, so that a death in between loses no slot
         self._write_records(slots, SlotState.FREE, [_NO_HASH] * len(slots))
 
-    def _is_ours(self, slot: int) -> bool:
-        return int(self.file.records[slot, STATE_AND_OWNER]) == SlotState.WRITING | self._lease_number << 32
+    def _are_ours(self, slots: Sequence[int]) -> list[bool]:
+        if not slots:
+            return []
+        states = self.file.records[np.asarray(slots), STATE_AND_OWNER]
+        are_ours: list[bool] = (states == np.uint64(SlotState.WRITING | self._lease_number << 32)).tolist()
+        return are_ours
 
     def _touch(self, chain: Sequence[bytes]) -> None:
         slots = self.mirror.slots_of(chain)
@@ -331,11 +349,12 @@ class SlotIndex:
                 has_scanned = True
                 self._find_victims(num_wanted + len(protected) + min(_VICTIM_BATCH, self.file.num_slots // 8))
                 continue
-            slot, tick = self._victims.popleft()
-            record = self.file.records[slot]
-            is_unchanged = int(record[STATE_AND_OWNER]) == SlotState.STORED and int(record[LAST_USE]) == tick
-            if is_unchanged and slot not in protected:
-                taken.add(slot)
+            found = [self._victims.popleft() for _ in range(min(num_wanted - len(taken), len(self._victims)))]
+            records = self.file.records[[slot for slot, _ in found]]
+            is_stored, last_uses = (records[:, STATE_AND_OWNER] == SlotState.STORED).tolist(), records[:, LAST_USE].tolist()
+            for (slot, tick), stored, last_use in zip(found, is_stored, last_uses, strict=True):
+                if stored and last_use == tick and slot not in protected:
+                    taken.add(slot)
         self.num_evictions += len(taken) - num_before
 
     def _find_victims(self, num_wanted: int) -> None:

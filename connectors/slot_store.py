@@ -6,13 +6,14 @@ A slot is one header page and the block's stride, so that direct I/O can move bo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from connectors.index_file import RECORD_BYTES, index_bytes
 from connectors.slot_index import SlotIndex
 from core.kv.layout import PAGE_BYTES, KVLayout
 
 HEADER_PAGE_BYTES = PAGE_BYTES
+PIECE_BYTES = 3 * 1024 * 1024  # of one I/O: larger ones gain nothing (measured)
 
 
 def slot_bytes(layout: KVLayout) -> int:
@@ -32,14 +33,16 @@ class SlotMedium(ABC):
     """
 
     needs_neighbours: bool  # slots of one read() or write() must follow one another
+    piece_bytes = PIECE_BYTES  # one thread's share of a transfer
 
     @abstractmethod
-    def read(self, slots: Sequence[int], blocks: Sequence[memoryview]) -> list[bytes]:
-        """Copy slots into blocks and return the blocks' headers; fewer where the medium ends before them. Nothing is verified."""
+    def read(self, slots: Sequence[int], blocks: Sequence[memoryview]) -> Iterable[bytes]:
+        """Copy slots into blocks and give the blocks' headers, each once its block is there, so that memory is verified while the
+        core's cache has it; fewer where the medium ends before them. Nothing is verified here."""
 
     @abstractmethod
-    def write(self, slots: Sequence[int], headers: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        """Copy headers and blocks into slots."""
+    def write(self, slots: Sequence[int], headers: Iterable[bytes], blocks: Sequence[memoryview]) -> None:
+        """Copy headers and blocks into slots. A header is made when it is asked for, at the cost of reading its block."""
 
     @abstractmethod
     def grow(self, first_slot: int, end_slot: int) -> None:

@@ -8,12 +8,11 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from connectors.file_lock import Lease, has_live_lease, is_lease_alive, locked_directory, remove_if_empty
+from connectors.file_lock import Lease, has_live_lease, is_lease_alive, locked_directory
 from connectors.index_file import IndexFile, create_index_file, resize_index_file
 from connectors.slot_index import SlotIndex, take_lease_number
 from connectors.slot_store import SlotMedium, SlotStore, num_slots_within, slot_bytes
@@ -39,12 +38,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StoreDirectory:
-    """The place of one store. is_removed_when_unused: the last user takes store and root away."""
+    """The place of one store."""
 
     root: Path
     name: str
     layout: KVLayout
-    is_removed_when_unused: bool
 
     @property
     def path(self) -> Path:
@@ -109,21 +107,10 @@ class StoreDirectory:
         return IndexFile(path, self.layout.fingerprint, slot_bytes(self.layout)), True
 
     def _leave(self, lease: Lease) -> None:
-        """Give up the lease, and what goes with the last one. Raises OSError; the lease is gone anyway."""
+        """Give up the lease. Raises OSError; it is gone anyway."""
         try:
             with locked_directory(self.root):
                 lease.release()
                 has_live_lease(self.path)  # sweeps up the leases of processes that were killed
-                if self.is_removed_when_unused:
-                    remove_dead_stores(self.root)
-                    remove_if_empty(self.root)
         finally:
             lease.release()
-
-
-def remove_dead_stores(root: Path) -> None:
-    """Delete every store under root that nobody uses. The caller holds root's lock."""
-    for directory in root.iterdir():
-        if directory.is_dir() and not has_live_lease(directory):
-            logger.info("removed %s: nobody uses it", directory)
-            shutil.rmtree(directory, ignore_errors=True)

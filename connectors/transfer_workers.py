@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from core.clock import Clock
 from core.kv.connector import Transfer, TransferOutcome, TransferResult
@@ -47,6 +47,7 @@ class TransferWorkers:
         self._in_flight: dict[int, tuple[Transfer, float]] = {}  # with the time of its start
         self._results: deque[TransferResult] = deque()
         self._has_background = False
+        self._num_idle = 0
         self._threads: list[threading.Thread] = []
         self.is_closing = False
 
@@ -107,12 +108,16 @@ class TransferWorkers:
     def run_jobs(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Run parts of one transfer on this and on idle threads; return when all have ended. Jobs must not raise.
 
-        The caller works through the list itself, so that it never waits for a thread that waits for it.
+        As long as no thread is idle, nothing is gained by offering them.
         """
-        if len(jobs) <= 1 or len(self._threads) == 1:
-            for job in jobs:
-                job()
-            return
+        remaining = deque(jobs)
+        while remaining and (len(remaining) == 1 or self._num_idle == 0):
+            remaining.popleft()()
+        if remaining:
+            self._share_jobs(remaining)
+
+    def _share_jobs(self, jobs: Collection[Callable[[], None]]) -> None:
+        """The caller works through the list itself, so that it never waits for a thread that waits for it."""
         num_pending = len(jobs)
         all_done = threading.Event()
 
@@ -162,7 +167,9 @@ class TransferWorkers:
         while True:
             with self._wakeup:
                 while not (self._jobs or self._queue or self._has_background or self.is_closing):
+                    self._num_idle += 1
                     self._wakeup.wait()
+                    self._num_idle -= 1
                 job = self._jobs.popleft() if self._jobs else None
                 transfer = self._queue.popleft() if job is None and self._queue else None
                 if job is None and transfer is None:

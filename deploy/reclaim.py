@@ -1,37 +1,14 @@
-"""Takes back what killed processes left: shared memory, and folders of `kvrelay serve`. Others leave nothing."""
+"""Takes back what killed processes left: folders of `kvrelay serve`. Others leave nothing."""
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
 import tempfile
 from pathlib import Path
 
-from connectors.file_lock import locked_directory, remove_if_empty
-from connectors.store_directory import remove_dead_stores
-from core.config import ConnectorOptions
-
-logger = logging.getLogger(__name__)
-
 FOLDER_NAME = re.compile(r"kvrelay-serve-(\d+)-\w+")
-DEFAULT_DIRECTORY = "/dev/shm"  # noqa: S108  # the host's shared memory is the point
-
-
-def reclaim_shared_memory(options: ConnectorOptions) -> None:
-    """Delete this user's pools that no living process uses, whoever left them. Does nothing for other connectors."""
-    if options.name != "shm":
-        return
-    root = Path(options.options.get("directory", DEFAULT_DIRECTORY)) / f"kvrelay-{os.getuid()}"
-    if not root.is_dir():
-        return
-    try:
-        with locked_directory(root):
-            remove_dead_stores(root)
-            remove_if_empty(root)
-    except OSError as error:
-        logger.warning("could not clean up %s: %s", root, error)
 
 
 def folder_prefix() -> str:

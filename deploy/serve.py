@@ -16,7 +16,7 @@ from core.config import Config, config_to_yaml
 from core.model_files import resolve_model
 from core.wire.curve import NODE, ROUTER, load_keys
 from deploy.child_process import ChildSpec
-from deploy.reclaim import folder_prefix, reclaim_folders, reclaim_shared_memory
+from deploy.reclaim import folder_prefix, reclaim_folders
 from deploy.router_client import RouterUnreachableError, get_json, nodes_up
 from deploy.supervisor import ClusterStartError, StopRequestedError, Supervisor
 from deploy.topology import (
@@ -42,20 +42,17 @@ def serve(config: Config) -> int:
     check_keys(config)
     config = effective_config(config, resolve_model(config.model.path), num_usable_cores())
     url = f"http://{join_host_port(connect_host(config.router.host), config.router.port)}"
-    try:
-        # The folder goes before the children do: they read it only when they start, and it shall go even if ending them fails.
-        reclaim_folders()
-        with (
-            open_http_listener(config) as listener,
-            Supervisor() as supervisor,
-            tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder,
-        ):
-            config_file = Path(folder) / "config.yaml"
-            config_file.write_text(config_to_yaml(config))
-            specs = child_specs(config, config_file, listener.fileno())
-            return _run(supervisor, specs, config, config_file, url)
-    finally:
-        reclaim_shared_memory(config.connector)
+    # The folder goes before the children do: they read it only when they start, and it shall go even if ending them fails.
+    reclaim_folders()
+    with (
+        open_http_listener(config) as listener,
+        Supervisor() as supervisor,
+        tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder,
+    ):
+        config_file = Path(folder) / "config.yaml"
+        config_file.write_text(config_to_yaml(config))
+        specs = child_specs(config, config_file, listener.fileno())
+        return _run(supervisor, specs, config, config_file, url)
 
 
 def _run(supervisor: Supervisor, specs: list[ChildSpec], config: Config, config_file: Path, url: str) -> int:

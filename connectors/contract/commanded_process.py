@@ -21,6 +21,11 @@ class CommandedProcess:
         # Unbuffered: with a line read ahead, the pipe would look empty to select.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, cwd=ROOT)
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def send(self, do: str, **arguments: Any) -> None:
         """Give a command without waiting."""
         assert self._process.stdin is not None

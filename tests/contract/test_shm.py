@@ -1,38 +1,47 @@
-"""The contract, for shm: in the host's real shared memory, in a folder of this test's own."""
+"""The contract, for shm: pools of each test's own, in the host's real memory."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from connectors.contract.contract import ConnectorContract
 from tests.contract.slot_file_harness import SlotFileHarness
+from tests.support.memory_pools import give_up_pools, pool_files, pool_holders
 
 
 class ShmHarness(SlotFileHarness):
-    """One folder of /dev/shm per test."""
+    """Damage goes through descriptors that the members of a pool hold."""
 
     connector_name = "shm"
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._memory = Path(tempfile.mkdtemp(prefix="kvrelay-test-", dir="/dev/shm"))
+        self._names: set[str] = set()
 
     def options(self, store: str, num_blocks: int) -> dict[str, Any]:
-        return {"directory": str(self._memory), "name": store, "capacity_bytes": self.capacity_bytes(num_blocks)}
-
-    def store_root(self, store: str) -> Path:
-        (root,) = self._memory.iterdir()
-        return root
+        name = self._name(store)
+        self._names.add(name)
+        return {"name": name, "capacity_bytes": self.capacity_bytes(num_blocks)}
 
     def leftovers(self) -> list[str]:
-        return [str(path) for path in self._memory.rglob("*")]
+        return [holder for name in self._names for holder in pool_holders(name)]
 
-    def close(self) -> None:
-        super().close()
-        shutil.rmtree(self._memory, ignore_errors=True)
+    def truncate(self, store: str, block_hash: bytes) -> None:
+        with self._segment(store).open("r+b") as file, pytest.raises(PermissionError):
+            file.truncate(0)
+        pytest.skip("a pool's memory cannot be cut")
+
+    def wipe(self, store: str) -> None:
+        give_up_pools(self._name(store))
+
+    def _name(self, store: str) -> str:
+        return f"{store}-{self.directory.parent.name[-12:]}-{self.directory.name[-30:]}"
+
+    def _segment(self, store: str) -> Path:
+        return pool_files(self._name(store), "segment")[0]
 
 
 class TestShm(ConnectorContract):

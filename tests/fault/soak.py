@@ -24,6 +24,7 @@ from tests.fault.chaos import MODEL, percentile
 from tests.fault.process_samples import ProcessHistory, ProcessSample, ProcessSampler, sample_process
 from tests.fault.verified_load import Outcome, RequestRecord, VerifiedClient, VerifiedLoad, make_questions
 from tests.support.cluster import MODEL_NAME, Cluster, ClusterSpec
+from tests.support.memory_pools import pool_files
 
 STORE_BYTES = "256MiB"  # full, and evicting, within the first third
 ENGINE = {"kv_pool_mib": 300, "max_num_batched_tokens": 256}
@@ -117,8 +118,9 @@ class Soak:
                 _say(f"{now_s - began_s:5.0f} s: {counts}, anonymous MiB {memory}")
 
     def _used_store_bytes(self) -> int:
-        roots = [Path(self._store)] if self._store else list(Path("/dev/shm").glob(f"*/*{self._cluster.pool_name}*"))
-        return sum(path.stat().st_blocks * 512 for root in roots for path in root.rglob("*") if path.is_file())
+        pools = [path for kind in ("index", "segment") for path in pool_files(self._cluster.pool_name, kind)]
+        files = [path for path in Path(self._store).rglob("*") if path.is_file()] if self._store else pools
+        return sum(path.stat().st_blocks * 512 for path in files)
 
     def _idle_samples(self) -> dict[str, ProcessSample]:
         time.sleep(6.0)  # beyond the server's keep-alive

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from pathlib import Path
 
 from tests.fault.verified_load import Outcome, Question, VerifiedClient, VerifiedLoad
 from tests.support.cluster import MODEL_NAME, Cluster
+from tests.support.memory_pools import give_up_pools, pool_files
 
 PROMPT_LENGTHS = (24, 50, 100, 200, 300, 450)
 NUM_OUTPUT_TOKENS = 24
@@ -17,8 +19,8 @@ LOAD_S = 4.0
 class StoreRig:
     """A cluster of one node per role on a store of its own, and questions with known answers."""
 
-    def __init__(self, cluster: Cluster, root: Path) -> None:
-        """root: where the store's directories are."""
+    def __init__(self, cluster: Cluster, root: Path | None) -> None:
+        """root: where the store's directories are; None for a pool in memory."""
         self.cluster = cluster
         self.root = root
         self.client = VerifiedClient(cluster.url, MODEL_NAME, deadline_s=60.0)
@@ -57,6 +59,13 @@ class StoreRig:
     def _num_external_hit_tokens(self, labels: dict[str, str]) -> float:
         return self.cluster.client.metric("kvrelay_external_prefix_cache_hits_total", **labels)
 
-    def files(self) -> list[Path]:
-        """Index and segment files of the store."""
-        return [path for path in self.root.rglob("*") if path.name in ("index", "segment")]
+    def files(self, kind: str) -> list[Path]:
+        """The store's "index" or "segment" files, as they are now."""
+        return list(self.root.rglob(kind)) if self.root else pool_files(self.cluster.pool_name, kind)
+
+    def remove_store(self) -> None:
+        """Behind its users' backs."""
+        if self.root:
+            shutil.rmtree(self.root)
+        else:
+            give_up_pools(self.cluster.pool_name)

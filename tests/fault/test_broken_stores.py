@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -18,7 +17,9 @@ from tests.e2e.prompts import MODEL
 from tests.fault.store_rig import StoreRig
 from tests.support.cluster import Cluster, ClusterSpec
 
+KINDS = ("index", "segment")
 CORRUPTION_INTERVAL_S = 0.002
+NUM_FLIPS_PER_OPENING = 100
 NUM_HEADER_WORDS = 11
 HEADER_SHARE = 0.01  # of the flips in an index: some two a second, each of which may cost the whole store
 SMALL_DISK_BYTES = 24 * 1024 * 1024  # some 60 blocks
@@ -34,9 +35,7 @@ def _store_rig(connector: str, root: Path, **options: object) -> Iterator[StoreR
         engine={"kv_pool_mib": 192, "max_num_batched_tokens": 256, "kv_load_policy": "always"},
     )
     with Cluster(spec) as cluster:
-        rig = StoreRig(cluster, root if connector == "nvme" else Path("/dev/shm"))
-        if connector == "shm":
-            (rig.root,) = Path("/dev/shm").glob(f"*/*{cluster.pool_name}*")
+        rig = StoreRig(cluster, root if connector == "nvme" else None)
         yield rig
         rig.client.close()
 
@@ -54,9 +53,9 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 class Corruption:
     """A thread that flips bits all over a store: in blocks and their headers, in index records, and in the index's header."""
 
-    def __init__(self, files: list[Path]) -> None:
+    def __init__(self, rig: StoreRig) -> None:
         self.num_flipped = 0
-        self._files = files
+        self._rig = rig
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -70,23 +69,30 @@ class Corruption:
 
     def _run(self) -> None:
         rng = random.Random(5)
-        while not self._is_stopping.wait(CORRUPTION_INTERVAL_S):
-            path = rng.choice(self._files)
-            with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:  # nodes may make new ones
-                offset = rng.randrange(max(1, os.fstat(file.fileno()).st_size))
-                if path.name == "index" and rng.random() < HEADER_SHARE:
-                    offset = rng.randrange(8 * NUM_HEADER_WORDS)
-                if byte := os.pread(file.fileno(), 1, offset):
-                    os.pwrite(file.fileno(), bytes([byte[0] ^ 1 << rng.randrange(8)]), offset)
-                    self.num_flipped += 1
+        while not self._is_stopping.is_set():
+            with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as opened:  # nodes may make new ones
+                files = {}
+                for kind in KINDS:
+                    files[kind] = opened.enter_context(self._rig.files(kind)[0].open("r+b", buffering=0)).fileno()
+                for _ in range(NUM_FLIPS_PER_OPENING):
+                    self._flip(files, rng)
+                    self._is_stopping.wait(CORRUPTION_INTERVAL_S)
+
+    def _flip(self, files: dict[str, int], rng: random.Random) -> None:
+        kind = rng.choice(KINDS)
+        offset = rng.randrange(max(1, os.fstat(files[kind]).st_size))
+        if kind == "index" and rng.random() < HEADER_SHARE:
+            offset = rng.randrange(8 * NUM_HEADER_WORDS)
+        if byte := os.pread(files[kind], 1, offset):
+            os.pwrite(files[kind], bytes([byte[0] ^ 1 << rng.randrange(8)]), offset)
+            self.num_flipped += 1
 
 
 @pytest.mark.timeout(300)
 def test_store_corrupted_under_load_every_answer_is_right_and_it_is_used_afterwards(rig: StoreRig) -> None:
     rig.check_used()
-    files = rig.files()
-    assert {path.name for path in files} == {"index", "segment"}
-    with Corruption(files) as corruption:
+    assert all(rig.files(kind) for kind in KINDS)
+    with Corruption(rig) as corruption:
         rig.check_right_under_load()
     assert corruption.num_flipped > 500
     rig.check_right_under_load(2.0)
@@ -96,10 +102,10 @@ def test_store_corrupted_under_load_every_answer_is_right_and_it_is_used_afterwa
 @pytest.mark.timeout(300)
 def test_store_deleted_under_load_every_answer_is_right_and_a_new_one_is_used_afterwards(rig: StoreRig) -> None:
     rig.check_used()
-    shutil.rmtree(rig.root)
+    rig.remove_store()
     rig.check_right_under_load()
     rig.check_used()
-    assert {path.name for path in rig.files()} == {"index", "segment"}
+    assert all(rig.files(kind) for kind in KINDS)
 
 
 @pytest.mark.timeout(300)
@@ -113,7 +119,7 @@ def test_disk_read_only_then_full_then_free_answers_are_right_and_it_is_used_in_
         remount("ro")
         with _store_rig("nvme", disk / "kv", path=str(disk / "kv"), capacity_bytes="4GiB") as rig:
             rig.check_right_under_load(2.0)
-            assert rig.files() == []
+            assert rig.files("segment") == []
             remount("rw")
             ballast = disk / "ballast"
             with ballast.open("wb") as file, contextlib.suppress(OSError):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.prompts import MODEL
+from tests.support.memory_pools import pool_holders
 
 POOL_NAME = "failed-start"
 
@@ -20,7 +20,7 @@ def _start_and_fail(*flags: str) -> str:
     options = ("--connector-option", f"name={POOL_NAME}", "--connector-option", "capacity_bytes=64MiB")
     ended = subprocess.run([*command, *options, *flags], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2, ended.stderr
-    assert list(Path("/dev/shm").glob(f"*/{POOL_NAME}*")) == []
+    assert pool_holders(POOL_NAME) == []
     return ended.stderr.splitlines()[-1]
 
 

@@ -21,10 +21,36 @@ from connectors.contract.node import LAYOUT
 from connectors.slot_store import slot_bytes
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, check_block, pack_block_header
 from tests.fuzz.examples import num_examples
+from tests.support.memory_pools import pool_files
 
 NUM_BLOCKS = 40  # fewer than all chains have, so that slots are recycled
 _SLOT_BYTES = slot_bytes(LAYOUT)
 _WORDS = [0, 1, 2, 255, 2**31, 2**32 - 1, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
+
+
+@dataclass(frozen=True)
+class StoreFiles:
+    """Where a store's bytes are: below root, or, without one, in the memory of the pool of that name."""
+
+    name: str
+    root: Path | None
+
+    def files(self) -> list[Path]:
+        """All of them; those that matter several times."""
+        if self.root is None:
+            return [path for kind in ("index", "segment") for path in pool_files(self.name, kind)[:1]]
+        files = sorted(path for path in self.root.rglob("*") if path.is_file())
+        return [path for path in files if path.name in ("index", "segment")] * 4 + files
+
+    def options(self) -> dict[str, Any]:
+        """Of the connector."""
+        capacity = {"capacity_bytes": NUM_BLOCKS * (_SLOT_BYTES + 64) + 72 * 1024}
+        return {"name": self.name, **capacity} if self.root is None else {"path": str(self.root), **capacity}
+
+    def remove(self) -> None:
+        """What is on a disk; memory goes with its users."""
+        if self.root is not None:
+            shutil.rmtree(self.root, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -37,15 +63,12 @@ class Damage:
     size: float
     word: int
 
-    def apply(self, root: Path) -> None:
+    def apply(self, store: StoreFiles) -> None:
         """Make it; a file that is gone or cannot be changed so is left."""
-        files = sorted(path for path in root.rglob("*") if path.is_file())
-        names = [path for path in files if path.name in ("index", "segment")] * 4 + files
-        if not names:
-            return
-        path = names[self.file_number % len(names)]
-        with suppress(FileNotFoundError):
-            self._apply_to(path)
+        files = store.files()
+        if files:
+            with suppress(FileNotFoundError if store.root else OSError):  # memory cannot be cut, extended or removed
+                self._apply_to(files[self.file_number % len(files)])
 
     def _apply_to(self, path: Path) -> None:
         length = path.stat().st_size
@@ -145,9 +168,12 @@ def medium(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def _options(name: str, root: Path) -> dict[str, Any]:
-    capacity = {"capacity_bytes": NUM_BLOCKS * (_SLOT_BYTES + 64) + 72 * 1024}
-    return {"directory": str(root), "name": "store", **capacity} if name == "shm" else {"path": str(root), **capacity}
+def _new_store(medium: str) -> StoreFiles:
+    folder = Path(tempfile.mkdtemp(prefix="kvrelay-fuzz-"))
+    if medium == "nvme":
+        return StoreFiles(folder.name, folder)
+    folder.rmdir()  # only its name is wanted
+    return StoreFiles(folder.name, None)
 
 
 @given(steps=STEPS)
@@ -155,20 +181,20 @@ def _options(name: str, root: Path) -> dict[str, Any]:
 def test_store_damaged_in_any_way_supplies_right_bytes_or_misses_and_heals(
     processes: list[CommandedProcess], medium: str, steps: list[tuple[Any, ...]]
 ) -> None:
-    root = Path(tempfile.mkdtemp(prefix="kvrelay-fuzz-", dir="/dev/shm" if medium == "shm" else None))
+    store = _new_store(medium)
     try:
-        _run(processes, medium, root, steps)
+        _run(processes, medium, store, steps)
     except BaseException:
         for number, process in enumerate(processes):  # the next example, a smaller one, needs live ones
             process.kill()
             processes[number] = CommandedProcess("tests.fuzz.store_process")
         raise
     finally:
-        shutil.rmtree(root, ignore_errors=True)
+        store.remove()
 
 
-def _run(processes: list[CommandedProcess], medium: str, root: Path, steps: list[tuple[Any, ...]]) -> None:
-    opening = {"connector_name": medium, "options": _options(medium, root)}
+def _run(processes: list[CommandedProcess], medium: str, store: StoreFiles, steps: list[tuple[Any, ...]]) -> None:
+    opening = {"connector_name": medium, "options": store.options()}
     for number, process in enumerate(processes):
         process.ask("open", **opening)
         process.ask("work", seed=number, num_operations=12)
@@ -177,12 +203,12 @@ def _run(processes: list[CommandedProcess], medium: str, root: Path, steps: list
             case ("work", number, seed):
                 processes[number].ask("work", seed=seed, num_operations=8)
             case ("damage", damage):
-                damage.apply(root)
+                damage.apply(store)
             case ("damage at work", seed, damages):
                 for process in processes:
                     process.send("work", seed=seed, num_operations=25)
                 for damage in damages:
-                    damage.apply(root)
+                    damage.apply(store)
                 for process in processes:
                     process.answer()
             case ("reopen", number):
@@ -192,7 +218,7 @@ def _run(processes: list[CommandedProcess], medium: str, root: Path, steps: list
                 for process in processes:
                     process.ask("close")
                 for damage in damages:
-                    damage.apply(root)
+                    damage.apply(store)
                 for process in processes:
                     process.ask("open", **opening)
     for number, process in enumerate(processes):
@@ -206,28 +232,25 @@ def _run(processes: list[CommandedProcess], medium: str, root: Path, steps: list
 
 
 @pytest.mark.parametrize("name", ["segment", "index"])
-def test_store_cut_again_and_again_under_its_users_ends_none_of_them(
-    processes: list[CommandedProcess], medium: str, name: str
+def test_store_on_disk_cut_again_and_again_under_its_users_ends_none_of_them(
+    processes: list[CommandedProcess], tmp_path: Path, name: str
 ) -> None:
-    root = Path(tempfile.mkdtemp(prefix="kvrelay-fuzz-", dir="/dev/shm" if medium == "shm" else None))
-    try:
+    store = StoreFiles("store", tmp_path)
+    for process in processes:
+        process.ask("open", connector_name="nvme", options=store.options())
+    for number in range(8):
         for process in processes:
-            process.ask("open", connector_name=medium, options=_options(medium, root))
-        for number in range(8):
-            for process in processes:
-                process.send("work", seed=number, num_operations=20)
-            for _ in range(10):
-                for path in root.rglob(name):
-                    with suppress(FileNotFoundError):
-                        os.truncate(path, 0)
-                time.sleep(0.002)
-            for process in processes:
-                process.answer()
-                process.ask("heal", seed=number)
+            process.send("work", seed=number, num_operations=20)
+        for _ in range(10):
+            for path in tmp_path.rglob(name):
+                with suppress(FileNotFoundError):
+                    os.truncate(path, 0)
+            time.sleep(0.002)
         for process in processes:
-            process.ask("close")
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+            process.answer()
+            process.ask("heal", seed=number)
+    for process in processes:
+        process.ask("close")
 
 
 @given(header=st.binary(max_size=2 * BLOCK_HEADER_BYTES), payload=st.binary(max_size=64))

@@ -35,6 +35,7 @@ from core.errors import ConfigError
 from deploy.child_process import ChildProcess
 from deploy.topology import check_port_free, find_free_ports, process_spec
 from tests.support.cluster_client import ClusterClient, Labels
+from tests.support.memory_pools import pool_holders
 
 HOST = "127.0.0.1"
 MODEL_NAME = "test-model"
@@ -78,7 +79,7 @@ class Cluster:
 
     Start nodes from the main thread only: the kernel ends a child when the thread that started it ends. Leaving the context stops
     everything and, unless a test has already failed, fails when a process does not end by itself, or a process, a port, a
-    shared-memory entry of this cluster's pool or a temporary file is left.
+    shared memory of this cluster's pool or a temporary file is left.
     """
 
     def __init__(self, spec: ClusterSpec) -> None:
@@ -220,9 +221,9 @@ class Cluster:
             print(f"--- {path.stem} ---", *path.read_text().splitlines()[-NUM_LOG_LINES_SHOWN:], sep="\n")
 
     def find_leftovers(self) -> list[str]:
-        """What should be gone once all processes have ended: processes, pool entries, temporary files, ports in use."""
+        """What should be gone once all processes have ended: processes, pools, temporary files, ports in use."""
         left = [f"process {pid}" for pid in running_processes_of(self.folder)]
-        left += [str(path) for path in Path("/dev/shm").rglob(f"*{self.pool_name}*")]
+        left += pool_holders(self.pool_name)
         left += [str(path) for path in self._temporary_files.rglob("*")]
         for port in (self._port, self._control_port):
             try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from deploy.topology import check_port_free, find_free_ports
 from tests.support.cluster import HOST, MODEL_NAME
 from tests.support.cluster_client import ClusterClient
+from tests.support.memory_pools import pool_holders
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
@@ -76,7 +77,7 @@ class ServeProcess:
 
     def leftovers(self) -> list[str]:
         left = [f"process {name} {pid}" for name, pid in self.child_pids().items()]
-        left += [str(path) for path in Path("/dev/shm").rglob(f"serve-{self.port}-*")]
+        left += pool_holders(f"serve-{self.port}")
         for port in (self.port, self.control_port):
             check_port_free("port", HOST, port)
         return left

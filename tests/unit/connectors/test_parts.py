@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from connectors.contract.node import HANG_S, SteppedClock, wait_until
-from connectors.file_lock import Lease, has_live_lease, is_lease_alive, lock_descriptor, locked_directory, remove_if_empty
+from connectors.file_lock import Lease, has_live_lease, is_lease_alive, lock_descriptor, locked_directory
 from connectors.prefix_chains import PrefixChains
 from connectors.transfer_workers import TransferWorkers
 from core.kv.connector import Transfer, TransferDirection, TransferOutcome, TransferResult
@@ -82,7 +83,9 @@ def test_locked_directory_removed_by_its_holder_is_made_anew_for_the_next(tmp_pa
                 with mutex:
                     num_inside -= 1
                     num_done += 1
-                remove_if_empty(root)
+                (root / "lock").unlink()
+                with contextlib.suppress(OSError):  # somebody joins already, with a lock of their own
+                    root.rmdir()
 
     threads = [threading.Thread(target=join_and_leave) for _ in range(4)]
     for thread in threads:
@@ -150,6 +153,33 @@ def test_workers_run_jobs_of_several_transfers_without_waiting_for_each_other() 
     found: list[TransferResult] = []
     wait_until(lambda: found.extend(workers.poll()) or len(found) == 12)
     assert {result.num_blocks_ok for result in found} == {20}
+    assert workers.close()
+
+
+def test_workers_share_the_jobs_of_a_transfer_once_a_thread_is_idle() -> None:
+    workers: TransferWorkers
+    may_end = threading.Event()
+    both = threading.Barrier(2, timeout=HANG_S)  # two jobs that must run at the same time
+
+    def let_the_other_end() -> None:
+        assert workers._num_idle == 0
+        may_end.set()
+        wait_until(lambda: workers._num_idle == 1)
+
+    def execute(transfer: Transfer) -> TransferResult:
+        if transfer.transfer_id == 1:
+            may_end.wait(HANG_S)
+        else:
+            workers.run_jobs([let_the_other_end, both.wait, both.wait])
+        return TransferResult(transfer.transfer_id, 0, TransferOutcome.OK)
+
+    workers = TransferWorkers(execute, lambda: False, lambda: None, SteppedClock())
+    workers.start_threads(2, "test")
+    workers.start(transfer(1))
+    workers.start(transfer(2))
+    found: list[TransferResult] = []
+    wait_until(lambda: found.extend(workers.poll()) or len(found) == 2)
+    assert [result.outcome for result in found] == [TransferOutcome.OK] * 2
     assert workers.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -35,11 +35,11 @@ class FaultyMedium(SlotMedium):
         if self.fault is not None:
             raise self.fault
 
-    def read(self, slots: Sequence[int], blocks: Sequence[memoryview]) -> list[bytes]:
+    def read(self, slots: Sequence[int], blocks: Sequence[memoryview]) -> Iterable[bytes]:
         self._obey()
         return self._medium.read(slots, blocks)
 
-    def write(self, slots: Sequence[int], headers: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
+    def write(self, slots: Sequence[int], headers: Iterable[bytes], blocks: Sequence[memoryview]) -> None:
         self._obey()
         self._medium.write(slots, headers, blocks)
 

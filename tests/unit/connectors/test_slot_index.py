@@ -88,7 +88,7 @@ def test_reserve_when_full_evicts_the_least_recently_used_tail_first(open_index:
     save(index, new)
     save(index, names(3, 2))
     assert [name in index.mirror for name in old] == [True, True, False, False]
-    index.touch(old[:2])
+    index.touch_later(old[:2])
     save(index, names(4, 2))
     assert index.mirror.count_prefix(old) == 2
     assert [name in index.mirror for name in new] == [True, True, False, False]
@@ -226,7 +226,8 @@ def test_change_whose_writer_died_before_announcing_it_reaches_every_mirror(open
     record[0, CHECKSUM] = record_checksums(record)[0]
     index.file.records[3] = record[0]
     index.file.is_changing = 1  # as its death leaves it
-    index.touch([])
+    index.touch_later([])
+    index.catch_up()
     assert other.mirror.refresh() and names(2, 1)[0] in other.mirror and names(2, 1)[0] in index.mirror
 
 
@@ -288,7 +289,7 @@ def test_any_history_of_two_processes_keeps_states_and_mirrors_in_step(
         if what == "save":
             assert save(index, chain) == count
         elif what == "touch":
-            index.touch(chain)
+            index.touch_later(chain)
         else:
             index.mirror.refresh()
             slots = index.mirror.prefix_slots(chain)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,24 @@ from connectors.contract.node import LAYOUT, PAGES_LAYOUT, Node, SteppedClock, c
 from connectors.registry import create_connector
 from core.errors import ConfigError, ConnectorError
 from core.kv.connector import TransferOutcome
+from tests.support.memory_pools import pool_files
 
 MIB = 1024 * 1024
 
 
 class Opener:
-    """Opens nodes of one connector in one directory, and closes them at the end."""
+    """Opens nodes of one connector, in one directory or pools of a name of its own, and closes them at the end."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.pool_name = "-".join(directory.parts[-2:])[-60:]
         self.nodes: list[Node] = []
 
     def __call__(self, connector: str, **options: Any) -> Node:
-        where = {"shm": "directory", "nvme": "path"}[connector]
+        where = {"name": self.pool_name} if connector == "shm" else {"path": str(self.directory)}
         layout = options.pop("layout", LAYOUT)
         clock = SteppedClock()
-        self.nodes.append(Node(create_connector(connector, {where: str(self.directory), **options}, clock), clock, layout))
+        self.nodes.append(Node(create_connector(connector, {**where, **options}, clock), clock, layout))
         return self.nodes[-1]
 
 
@@ -40,13 +41,14 @@ def open_node(tmp_path: Path) -> Iterator[Opener]:
         node.connector.close()
 
 
-def used_bytes(directory: Path) -> int:
-    """Bytes that files under a directory may take."""
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+def used_bytes(opener: Opener) -> int:
+    """Bytes that files under its directory and memory of its pools may take."""
+    pools = [path for kind in ("index", "segment") for path in pool_files(opener.pool_name, kind)]
+    return sum(path.stat().st_size for path in [*opener.directory.rglob("*"), *pools] if path.is_file())
 
 
 def test_shm_larger_than_what_is_free_is_refused_with_both_sizes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"capacity_bytes.*free in.*shm-size"):
+    with pytest.raises(ConfigError, match=r"capacity_bytes: got 989560464998400; .* GiB of memory that are free"):
         Opener(tmp_path)("shm", capacity_bytes="900TiB")
 
 
@@ -61,7 +63,7 @@ def test_files_stay_within_capacity(open_node: Opener, connector: str) -> None:
     node = open_node(connector, capacity_bytes=2 * MIB)
     for seed in range(10):
         node.save(chain(seed, 60))
-    assert MIB < used_bytes(open_node.directory) <= 2 * MIB
+    assert MIB < used_bytes(open_node) <= 2 * MIB
 
 
 def test_shm_joining_a_pool_takes_its_capacity(open_node: Opener) -> None:
@@ -70,38 +72,11 @@ def test_shm_joining_a_pool_takes_its_capacity(open_node: Opener) -> None:
 
 
 def test_shm_pools_of_other_names_and_layouts_are_apart(open_node: Opener) -> None:
-    nodes = [open_node("shm", capacity_bytes=MIB), open_node("shm", name="b", capacity_bytes=MIB)]
+    nodes = [open_node("shm", capacity_bytes=MIB), open_node("shm", name=open_node.pool_name[1:], capacity_bytes=MIB)]
     stranger = open_node("shm", capacity_bytes=MIB, layout=PAGES_LAYOUT)
     nodes[0].save(chain(1, 4))
     assert nodes[1].lookup(chain(1, 4)) == 0
     assert stranger.lookup(chain(1, 4)) == 0
-
-
-def test_shm_pool_whose_processes_died_is_removed_at_the_next_start_of_any_name(open_node: Opener) -> None:
-    dead = open_node.directory / f"kvrelay-{os.getuid()}" / "dead-pool"
-    dead.mkdir(parents=True)
-    (dead / "segment").write_bytes(bytes(100))
-    (dead / "lease-7").touch()
-    open_node("shm", capacity_bytes=MIB)
-    assert not dead.exists()
-
-
-def test_shm_last_user_removes_everything(open_node: Opener) -> None:
-    nodes = [open_node("shm", capacity_bytes=MIB) for _ in range(2)]
-    nodes[0].connector.close()
-    assert used_bytes(open_node.directory) > 0
-    nodes[1].connector.close()
-    assert list(open_node.directory.iterdir()) == []
-
-
-def test_shm_folder_of_another_user_is_refused(tmp_path: Path) -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can give a folder away")
-    folder = tmp_path / "kvrelay-0"
-    folder.mkdir()
-    os.chown(folder, 12345, 12345)
-    with pytest.raises(ConnectorError, match="another user"):
-        Opener(tmp_path)("shm", capacity_bytes=MIB)
 
 
 @pytest.mark.parametrize("capacity_mib", [1, 4])
@@ -115,7 +90,7 @@ def test_nvme_reopened_with_another_capacity_is_resized(open_node: Opener, capac
     assert sum(hits) > 0
     for seed in range(10, 20):
         assert node.save(chain(seed, 60)).outcome is TransferOutcome.OK
-    assert (capacity_mib - 1) * MIB < used_bytes(open_node.directory) <= capacity_mib * MIB
+    assert (capacity_mib - 1) * MIB < used_bytes(open_node) <= capacity_mib * MIB
 
 
 def test_nvme_segment_removed_between_starts_is_a_miss_per_block(open_node: Opener) -> None:
