@@ -24,6 +24,7 @@ from core.kv.connector import KVConnector, TransferDirection
 
 _STORE_BYTES = 1024**3
 _BATCH = 10_000
+_QUIET_S = 0.5
 _FIO_MODES = {TransferDirection.LOAD: "randread", TransferDirection.SAVE: "randwrite"}
 
 
@@ -54,13 +55,18 @@ class NvmeMedium(Medium):
         """Nothing: names are new in every round, and a full store recycles its slots. At first, all of it is written once: what
         was never written reads at another speed, and writes at three quarters."""
         if not self._is_written:
-            while os.path.getsize(self._segment) + 2 * self._block_bytes < _STORE_BYTES - index_bytes(0):
-                time.sleep(0.05)  # it grows while idle
+            while time.time() - self._segment.stat().st_mtime < _QUIET_S:
+                time.sleep(0.05)  # it grows and is filled with zeros while idle
             self._fio("write", 1024 * 1024, _STORE_BYTES)
             self._is_written = True
 
     def _fio(self, mode: str, block_bytes: int, num_bytes: int) -> float:
-        file = ["--name=limit", f"--filename={self._segment}", "--allow_file_create=0", f"--size={os.path.getsize(self._segment)}"]
+        file = [
+            "--name=limit",
+            f"--filename={self._segment}",
+            "--allow_file_create=0",
+            f"--size={self._segment.stat().st_size}",
+        ]
         how = ["--ioengine=libaio", "--direct=1", "--iodepth=4", f"--rw={mode}", f"--bs={block_bytes}", f"--io_size={num_bytes}"]
         ran = subprocess.run(["fio", *file, *how, "--output-format=json"], capture_output=True, text=True)
         if ran.returncode != 0:
