@@ -290,6 +290,7 @@ class SlotIndex:
             self._evict(num_wanted - len(taken) + self.num_freed_ahead, victims, protected)
             self._free(sorted(victims))
             self._free_hints.extend(sorted(victims))
+            self._num_frees_scanned = self.file.num_frees  # all free slots are hints: no scan would find more
             self._take_free(num_wanted, taken)
         self._evict(num_wanted, taken, protected)
         if len(taken) < num_wanted:  # nothing to evict either: look for what damage has made of records
