@@ -91,12 +91,12 @@ class NvmeConnector(SlotConnector):
         super().close()
 
     def _open_store(self, layout: KVLayout) -> SlotStore:
-        name = f"v{FORMAT_VERSION}-{layout.fingerprint.hex()}"
+        name = _prefix() + layout.fingerprint.hex()
         place = StoreDirectory(Path(self._options.path), name, layout, is_removed_when_unused=False)
         with locked_directory(place.root):
-            _remove_other_versions(place.path, layout)
+            _remove_other_versions(place.path, layout.fingerprint)
             store = place.open(self._options.capacity_bytes, _NvmeSegment, _GROW_BYTES)
-        if 2 * slot_bytes(layout) <= PIECE_BYTES:
+        if isinstance(store.medium, _NvmeSegment) and store.medium.max_run_slots > 1:
             store.index.num_freed_ahead = min(_MAX_FREED_AHEAD, store.index.file.num_slots // 32)
         return store
 
@@ -110,7 +110,7 @@ class NvmeConnector(SlotConnector):
             with self._using_store() as store:
                 if store is None or not isinstance(store.medium, _NvmeSegment) or not store.medium.is_direct:
                     return False  # writing ahead would only fill the page cache
-                slots = store.index.reserve_unused(max(1, PIECE_BYTES // slot_bytes(self._layout)))
+                slots = store.index.reserve_unused(store.medium.max_run_slots)
                 if slots:
                     try:
                         store.medium.zero(slots)
@@ -140,6 +140,7 @@ class _NvmeSegment(SlotMedium):
     def __init__(self, segment: Segment) -> None:
         self._path = segment.path
         self._slot_bytes = slot_bytes(segment.layout)
+        self.max_run_slots = max(1, PIECE_BYTES // self._slot_bytes)  # of one I/O
         self._buffered = os.open(segment.path, os.O_RDWR | os.O_CREAT, 0o600)
         self._direct = _open_direct(segment.path)
         self._thread_pages = threading.local()
@@ -222,9 +223,14 @@ class _NvmeSegment(SlotMedium):
         return pages[:num_pages]
 
 
-def _remove_other_versions(store: Path, layout: KVLayout) -> None:
+def _prefix() -> str:
+    """What the names of this version's stores begin with; the layout's fingerprint follows."""
+    return f"v{FORMAT_VERSION}-"
+
+
+def _remove_other_versions(store: Path, fingerprint: bytes) -> None:
     """Delete stores of this layout that other versions of the program left and nobody uses. The caller holds the root's lock."""
-    for other in store.parent.glob(f"*{layout.fingerprint.hex()}"):
+    for other in store.parent.glob(f"*{fingerprint.hex()}"):
         if other != store and other.is_dir() and not has_live_lease(other):
             logger.info("removed %s: a store of another version, which nobody uses", other)
             shutil.rmtree(other, ignore_errors=True)
