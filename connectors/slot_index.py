@@ -6,7 +6,6 @@ take back. Reading the medium needs no pin: whoever copies a slot verifies heade
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import logging
 import threading
@@ -32,6 +31,7 @@ from connectors.index_file import (
     record_checksums,
 )
 from connectors.index_mirror import IndexMirror
+from connectors.slot_runs import in_few_runs
 from core.errors import ConnectorError
 
 logger = logging.getLogger(__name__)
@@ -401,21 +401,6 @@ def _are_possible(records: Words) -> npt.NDArray[np.bool_]:
         (record_checksums(records) == records[:, CHECKSUM]) & has_state & (records[:, SEQUENCE] < MAX_COUNTER)
     )
     return possible
-
-
-def in_few_runs(slots: npt.NDArray[np.int64], num_wanted: int) -> list[int]:
-    """Ascending slots in an order whose first num_wanted are few runs: the longest ones, and last the smallest that is enough."""
-    starts = np.flatnonzero(np.diff(slots, prepend=-2) != 1)
-    lengths = np.diff(starts, append=len(slots)).tolist()
-    others = sorted(range(len(lengths)), key=lambda run: -lengths[run])
-    chosen: list[int] = []
-    num_missing = num_wanted
-    while num_missing > 0 and others:
-        num_enough = bisect.bisect_right(others, -num_missing, key=lambda run: -lengths[run])  # the runs that are long enough
-        chosen.append(others.pop(max(0, num_enough - 1)))
-        num_missing -= lengths[chosen[-1]]
-    all_slots = slots.tolist()
-    return [slot for run in (*chosen, *others) for slot in all_slots[int(starts[run]) : int(starts[run]) + lengths[run]]]
 
 
 def take_lease_number(file: IndexFile) -> int:

@@ -84,9 +84,9 @@ class NvmeMedium(Medium):
         the file under it has holes in the place of their bytes."""
         assert isinstance(connector, NvmeConnector) and connector._store is not None
         layout, segment = connector._layout, self._segment
+        while connector._store.num_users:
+            time.sleep(0.01)
         with connector._mutex:
-            while connector._store.num_users:
-                time.sleep(0.01)
             connector._store.close()
             connector._store = None
             os.truncate(segment, 0)

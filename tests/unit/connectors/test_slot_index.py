@@ -24,7 +24,8 @@ from connectors.index_file import (
     resize_index_file,
 )
 from connectors.index_mirror import sequences_of
-from connectors.slot_index import SlotIndex, in_few_runs, take_lease_number
+from connectors.slot_index import SlotIndex, take_lease_number
+from connectors.slot_runs import in_few_runs
 from core.errors import ConnectorError
 
 LAYOUT = bytes(range(16))
