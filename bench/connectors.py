@@ -20,30 +20,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.media.medium import BYTES_PER_ROUND, Medium
+from bench.media.medium import Medium
 from connectors.registry import create_connector
 from core.clock import MonotonicClock
-from core.kv.connector import PrefixLookup, Transfer, TransferDirection, TransferOutcome, TransferResult
+from core.kv.connector import PrefixLookup, Transfer, TransferDirection, TransferOutcome
 from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
 
 NUM_ROUNDS = 15
 BYTES_PER_TRANSFER = 24 * 1024 * 1024
+NUM_IN_FLIGHT = 2
 NUM_LOOKUP_BLOCKS = 128
 NUM_KNOWN_BLOCKS = 1_000_000
 NUM_LOOKUPS = 3000
 
 
-MEDIA = ("redis", "shm")  # modules of bench.media
+MEDIA = ("nvme", "redis", "shm")  # modules of bench.media
 
 
 class Driver:
-    """Moves blocks through a connector as an engine does, one transfer after the other."""
+    """Moves blocks through a connector as a busy engine does: NUM_IN_FLIGHT transfers at a time, each of another request.
+
+    With one at a time a medium would be idle between the end of one and the start of the next, which its limit never is.
+    """
 
     def __init__(self, name: str, options: dict[str, Any], layout: KVLayout) -> None:
         self.layout = layout
-        self.num_pool_blocks = max(2, BYTES_PER_TRANSFER // layout.block_bytes)
-        self.pool = KVPoolMemory(layout, self.num_pool_blocks)
+        self.num_part_blocks = max(2, BYTES_PER_TRANSFER // layout.block_bytes)
+        self.pool = KVPoolMemory(layout, NUM_IN_FLIGHT * self.num_part_blocks)
         self.pool.buffer[:] = random.Random(0).randbytes(len(self.pool.buffer))
         self.connector = create_connector(name, options, MonotonicClock())
         self.connector.register_kv_cache(self.pool)
@@ -52,21 +56,31 @@ class Driver:
         self.connector.on_result = self._has_news.set
 
     def move(self, direction: TransferDirection, block_hashes: Sequence[bytes]) -> float:
-        """All of these, in transfers of the pool's size; seconds."""
+        """All of these, in transfers of a part of the pool each; seconds."""
+        start = self.connector.start_load if direction is TransferDirection.LOAD else self.connector.start_save
+        free_parts, part_by_id = list(range(NUM_IN_FLIGHT)), dict[int, int]()
         started_s = time.perf_counter()
-        for start in range(0, len(block_hashes), self.num_pool_blocks):
-            part = tuple(block_hashes[start : start + self.num_pool_blocks])
-            block_ids, deadline_s = tuple(range(len(part))), time.monotonic() + 60.0
-            transfer = Transfer(self._next_id, direction, f"request-{self._next_id}", block_ids, part, deadline_s)
+        for first in range(0, len(block_hashes), self.num_part_blocks):
+            while not free_parts:
+                self._collect(part_by_id, free_parts)
+            names, part = tuple(block_hashes[first : first + self.num_part_blocks]), free_parts.pop()
+            block_ids = tuple(range(part * self.num_part_blocks, part * self.num_part_blocks + len(names)))
+            part_by_id[self._next_id] = part
+            start(Transfer(self._next_id, direction, f"request-{self._next_id}", block_ids, names, time.monotonic() + 60.0))
             self._next_id += 1
-            (self.connector.start_load if direction is TransferDirection.LOAD else self.connector.start_save)(transfer)
-            results: list[TransferResult] = []
-            while not (results := self.connector.poll_transfers()):
-                self._has_news.wait(60.0)
-                self._has_news.clear()
-            if results[0].outcome is not TransferOutcome.OK:
-                raise SystemExit(f"{direction.value} ended with {results[0]}")
+        while part_by_id:
+            self._collect(part_by_id, free_parts)
         return time.perf_counter() - started_s
+
+    def _collect(self, part_by_id: dict[int, int], free_parts: list[int]) -> None:
+        """Wait for results, and take back their parts of the pool."""
+        while not (results := self.connector.poll_transfers()):
+            self._has_news.wait(60.0)
+            self._has_news.clear()
+        for result in results:
+            if result.outcome is not TransferOutcome.OK:
+                raise SystemExit(f"a transfer ended with {result}")
+            free_parts.append(part_by_id.pop(result.transfer_id))
 
     def lookup_us(self, known: Sequence[bytes]) -> list[float]:
         """Times of lookups, one new request each, in microseconds: chains of known blocks, each tenth with an unknown end."""
@@ -88,7 +102,7 @@ def measure(backend_name: str, block_kib: int) -> dict[str, float]:
     layout = KVLayout(num_layers=block_kib, block_size=16, num_kv_heads=1, head_dim=16, dtype="bfloat16")  # 1 KiB per layer
     folder = Path(tempfile.mkdtemp(prefix="kvrelay-bench-"))
     medium: Medium = importlib.import_module(f"bench.media.{backend_name}").create_medium(folder, layout.block_bytes)
-    num_blocks = BYTES_PER_ROUND // layout.block_bytes
+    num_blocks = medium.bytes_per_round // layout.block_bytes
     num_bytes = num_blocks * layout.block_bytes
     speeds: dict[str, list[float]] = {"load": [], "save": [], "limit_load": [], "limit_save": []}
     try:
@@ -125,6 +139,7 @@ def measure(backend_name: str, block_kib: int) -> dict[str, float]:
         "lookup_us_p50": round(lookups_us[len(lookups_us) // 2], 1),
         "lookup_us_p99": round(lookups_us[len(lookups_us) * 99 // 100], 1),
         "cpu_s_per_gb": round(cpu_s / moved_bytes * 1e9, 3),
+        **({} if medium.reopen_s is None else {"reopen_s": round(medium.reopen_s, 2)}),
     }
 
 

@@ -80,12 +80,15 @@ class Lease:
         lock_descriptor(self._descriptor)
 
     def release(self) -> None:
-        """Drop the lease. Safe to repeat."""
-        if self._descriptor >= 0:
-            if _is_same_file(self._descriptor, self._path):  # not the lease of a store that was created anew in this place
+        """Drop the lease. Safe to repeat. Raises OSError where its file cannot be removed; the lease is gone anyway."""
+        if self._descriptor < 0:
+            return
+        descriptor, self._descriptor = self._descriptor, -1
+        try:
+            if _is_same_file(descriptor, self._path):  # not the lease of a store that was created anew in this place
                 self._path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = -1
+        finally:  # a disk that cannot be written keeps the file, but nobody takes it for alive
+            os.close(descriptor)
 
 
 def is_lease_alive(directory: Path, number: int) -> bool:

@@ -26,9 +26,10 @@ NUM_RECENT_CHANGES = 16384
 MAX_COUNTER = 2**62  # a larger one is damage
 MAX_LEASES = 2**31
 RECORD_BYTES = 64
+FORMAT_VERSION = 1  # of index and slots; of whatever a process of another version would misread
 _HEADER_BYTES = 4096
 _RECORDS_OFFSET = _HEADER_BYTES + 4 * NUM_RECENT_CHANGES
-_MAGIC_AND_VERSION = int.from_bytes(b"KVRIDX\x01\x00", "little")
+_MAGIC_AND_VERSION = int.from_bytes(b"KVRIDX" + FORMAT_VERSION.to_bytes(2, "little"), "little")
 
 # Words of a record. LAST_USE is only a hint and changes without notice, so the checksum leaves it out.
 STATE_AND_OWNER, HASH_LOW, HASH_HIGH, SEQUENCE, LAST_USE, _SPARE_5, _SPARE_6, CHECKSUM = range(8)
@@ -160,6 +161,10 @@ class IndexFile:
             yield
         finally:
             unlock_descriptor(self._descriptor)
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk. Raises OSError."""
+        os.fdatasync(self._descriptor)
 
     def close(self) -> None:
         """Close the descriptor. The mapping stays valid until the last array on it is gone."""

@@ -1,7 +1,8 @@
 """The `nvme` connector: cold KV in a directory, shared by any number of processes, kept over restarts.
 
 Blocks live in the recycled slots of one preallocated segment file per KV layout: a file per block costs several times the CPU
-and half the bandwidth (measured). Nothing is synced: a block that a power failure tears fails its checksum and is a miss.
+and half the bandwidth (measured). A block that a power failure tears fails its checksum and is a miss, so that nothing needs to
+be synced for the sake of correctness.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import errno
 import logging
 import mmap
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,20 +19,23 @@ from pathlib import Path
 from typing import Any
 
 from connectors.byte_sizes import with_parsed_sizes
-from connectors.file_lock import locked_directory
-from connectors.slot_connector import SlotConnector
+from connectors.file_lock import has_live_lease, locked_directory
+from connectors.index_file import FORMAT_VERSION
+from connectors.slot_connector import PIECE_BYTES, SlotConnector
 from connectors.slot_store import HEADER_PAGE_BYTES, SlotMedium, SlotStore, slot_bytes
 from connectors.store_directory import Segment, StoreDirectory
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.clock import Clock
 from core.config import options_from_mapping
-from core.errors import ConfigError
+from core.errors import ConfigError, ConnectorError
 from core.kv.connector import KVConnector
 from core.kv.layout import KVLayout
+from core.kv.pool_memory import KVPoolMemory
 
 logger = logging.getLogger(__name__)
 
 _GROW_BYTES = 256 * 1024 * 1024  # allocated at a time; instant where the file system has extents
+_MAX_FREED_AHEAD = 256  # blocks; makes I/Os of a full store two to three times as large (simulated)
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -40,21 +45,28 @@ class NvmeOptions:
 
     capacity_bytes (a size like 100GiB is fine) bounds the files of one KV layout, index included. A process that finds the store
     unused resizes it to its own capacity, others take what they find.
+
+    zero_fill: write all of the store once while idle, because a file's first write to a place is slower than the next.
+    sync_interval_s: so often the store is synced, which bounds what a power failure takes; 0 leaves it to the kernel.
     """
 
     path: str
     capacity_bytes: int = 8 * 1024**3
     num_threads: int = 4
+    zero_fill: bool = True
+    sync_interval_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError("connector.options.path", self.path, "a directory")
         if not 1 <= self.num_threads <= 64:
             raise ConfigError("connector.options.num_threads", self.num_threads, "1 to 64")
+        if self.sync_interval_s != 0 and not 0.05 <= self.sync_interval_s <= 3600:
+            raise ConfigError("connector.options.sync_interval_s", self.sync_interval_s, "0 (never), or 0.05 to 3600")
 
 
 class NvmeConnector(SlotConnector):
-    """Opens the store at <path>/<layout>."""
+    """Opens the store at <path>/v<format>-<layout>, so that processes of two versions do not take each other's store away."""
 
     name = "nvme"
     _starts_without_store = True
@@ -62,11 +74,62 @@ class NvmeConnector(SlotConnector):
     def __init__(self, options: NvmeOptions, clock: Clock) -> None:
         super().__init__(clock, options.num_threads)
         self._options = options
+        self._is_stopping = threading.Event()
+        self._syncer = threading.Thread(target=self._sync_for_ever, name=f"kv-{self.name}-sync", daemon=True)
+
+    def register_kv_cache(self, pool: KVPoolMemory) -> None:
+        """As the base says."""
+        super().register_kv_cache(pool)
+        if self._options.sync_interval_s:
+            self._syncer.start()
+
+    def close(self) -> None:
+        """As the base says; a sync under way gets a second to end."""
+        self._is_stopping.set()
+        if self._syncer.is_alive():
+            self._syncer.join(1.0)
+        super().close()
 
     def _open_store(self, layout: KVLayout) -> SlotStore:
-        place = StoreDirectory(Path(self._options.path), layout.fingerprint.hex(), layout)
+        name = _prefix() + layout.fingerprint.hex()
+        place = StoreDirectory(Path(self._options.path), name, layout)
         with locked_directory(place.root):
-            return place.open(self._options.capacity_bytes, _NvmeSegment, _GROW_BYTES)
+            _remove_other_versions(place.path, layout.fingerprint)
+            store = place.open(self._options.capacity_bytes, _NvmeSegment, _GROW_BYTES)
+        if isinstance(store.medium, _NvmeSegment) and store.medium.max_run_slots > 1:
+            store.index.num_freed_ahead = min(_MAX_FREED_AHEAD, store.index.file.num_slots // 32)
+        return store
+
+    def _work_ahead(self) -> bool:
+        return super()._work_ahead() or (self._options.zero_fill and self._zero_unused())
+
+    def _zero_unused(self) -> bool:
+        """One I/O of zeros to slots that were never written; True while there may be more of them. Their reservation keeps savers
+        of all processes away."""
+        try:
+            with self._using_store() as store:
+                if store is None or not isinstance(store.medium, _NvmeSegment) or not store.medium.is_direct:
+                    return False  # writing ahead would only fill the page cache
+                slots = store.index.reserve_unused(store.medium.max_run_slots)
+                if slots:
+                    try:
+                        store.medium.zero(slots)
+                    finally:
+                        store.index.release(slots)
+                return bool(slots)
+        except (OSError, ConnectorError) as error:  # this is only to be faster later
+            logger.info("the %s store is not written ahead: %s", self.name, str(error))
+            return False
+
+    def _sync_for_ever(self) -> None:
+        while not self._is_stopping.wait(self._options.sync_interval_s):
+            try:
+                with self._using_store() as store:
+                    if store is not None and isinstance(store.medium, _NvmeSegment):
+                        store.medium.sync()
+                        store.index.file.sync()
+            except OSError as error:
+                logger.warning("the %s store cannot be synced: %s", self.name, str(error))
 
 
 class _NvmeSegment(SlotMedium):
@@ -77,14 +140,29 @@ class _NvmeSegment(SlotMedium):
     def __init__(self, segment: Segment) -> None:
         self._path = segment.path
         self._slot_bytes = slot_bytes(segment.layout)
+        self.max_run_slots = max(1, PIECE_BYTES // self._slot_bytes)  # of one I/O
         self._buffered = os.open(segment.path, os.O_RDWR | os.O_CREAT, 0o600)
         self._direct = _open_direct(segment.path)
         self._thread_pages = threading.local()
+        self._zeros = memoryview(mmap.mmap(-1, self._slot_bytes))
         if segment.is_alone:  # the only moment at which nobody counts on the segment's length
             max_bytes = segment.index_file.num_slots * self._slot_bytes
             num_bytes = min(os.fstat(self._buffered).st_size, max_bytes)
             os.ftruncate(self._buffered, num_bytes)
             segment.index_file.num_ready_slots = min(segment.index_file.num_ready_slots, num_bytes // self._slot_bytes)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether I/O bypasses the page cache, as far as the file system has told."""
+        return self._direct >= 0
+
+    def zero(self, slots: Sequence[int]) -> None:
+        """Write zeros to neighbouring slots. Raises OSError."""
+        self._move(os.pwritev, [self._zeros] * len(slots), slots[0] * self._slot_bytes)
+
+    def sync(self) -> None:
+        """Wait until all that was written is on the disk. Raises OSError."""
+        os.fdatasync(self._buffered)
 
     def read(self, slots: Sequence[int], blocks: Sequence[memoryview]) -> list[bytes]:
         pages = self._header_pages(len(slots))
@@ -114,9 +192,10 @@ class _NvmeSegment(SlotMedium):
         os.posix_fallocate(self._buffered, first_slot * self._slot_bytes, (end_slot - first_slot) * self._slot_bytes)
 
     def is_intact(self) -> bool:
-        """Whether the file still has its name. A shorter one is fine: what is missing is a miss, and grows again when written."""
+        """Whether the file still is what its name says: neither removed, nor of a disk that was taken away and mounted anew. A
+        shorter one is fine: what is missing is a miss, and grows again when written."""
         try:
-            return os.fstat(self._buffered).st_nlink > 0
+            return os.path.samestat(os.fstat(self._buffered), self._path.stat())
         except OSError:
             return False
 
@@ -142,6 +221,19 @@ class _NvmeSegment(SlotMedium):
             pages = [memory[start : start + HEADER_PAGE_BYTES] for start in range(0, len(memory), HEADER_PAGE_BYTES)]
             self._thread_pages.pages = pages
         return pages[:num_pages]
+
+
+def _prefix() -> str:
+    """What the names of this version's stores begin with; the layout's fingerprint follows."""
+    return f"v{FORMAT_VERSION}-"
+
+
+def _remove_other_versions(store: Path, fingerprint: bytes) -> None:
+    """Delete stores of this layout that other versions of the program left and nobody uses. The caller holds the root's lock."""
+    for other in store.parent.glob(f"*{fingerprint.hex()}"):
+        if other != store and other.is_dir() and not has_live_lease(other):
+            logger.info("removed %s: a store of another version, which nobody uses", other)
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _open_direct(path: Path) -> int:

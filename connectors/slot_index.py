@@ -31,12 +31,15 @@ from connectors.index_file import (
     record_checksums,
 )
 from connectors.index_mirror import IndexMirror
+from connectors.slot_runs import in_few_runs
 from core.errors import ConnectorError
 
 logger = logging.getLogger(__name__)
 
 _NO_HASH = bytes(16)
 _REPAIR_RECORDS = 65536  # per numpy call
+_UNUSED_RECORDS = 4096  # per look for slots that were never written
+_RUN_WINDOW = 1024  # free slots among which neighbours are looked for
 _VICTIM_BATCH = 4096  # candidates per scan of all records
 
 
@@ -68,6 +71,7 @@ class SlotIndex:
         self.file = file
         self.num_evictions = 0
         self.num_failed_growths = 0
+        self.num_freed_ahead = 0  # evicted beyond what a full store needs now, so that there is a choice of neighbours
         self._lease_number = lease_number
         self._is_lease_alive = is_lease_alive
         self._grow_medium = grow
@@ -78,6 +82,7 @@ class SlotIndex:
         self._to_release: set[int] = set()
         self._free_hints: deque[int] = deque()
         self._num_frees_scanned = -1
+        self._num_used = 0  # slots before this one were written or are being written
         self._victims: deque[tuple[int, int]] = deque()
         self._untold_uses: deque[Sequence[bytes]] = deque()
         with file.locked():
@@ -171,6 +176,28 @@ class SlotIndex:
         """Allocate the next piece of the medium; True while there is more to do."""
         with self._changing():
             return self._grow(1) and self.file.num_ready_slots < self.file.num_slots
+
+    def reserve_unused(self, max_slots: int) -> list[int]:
+        """Up to max_slots neighbouring slots that were never written since the index was made; the caller must release them.
+
+        Empty when there are hardly any. They do not count as being written, and are a small part of those left: no saver shall
+        miss them.
+        """
+        with self._changing():
+            while self._num_used < self.file.num_ready_slots:
+                part = self.file.records[self._num_used : self.file.num_ready_slots][:_UNUSED_RECORDS]
+                is_unused = (part[:, STATE_AND_OWNER] == SlotState.FREE) & (part[:, SEQUENCE] == 0)
+                num_wanted = min(max_slots, int(is_unused.sum()) // 8)
+                if num_wanted:
+                    first = int(is_unused.argmax())
+                    run = is_unused[first : first + num_wanted]
+                    start = self._num_used + first
+                    slots = list(range(start, start + (len(run) if run.all() else int(run.argmin()))))
+                    self._write_records(slots, SlotState.WRITING, [_NO_HASH] * len(slots))
+                    self._num_used = slots[-1] + 1
+                    return slots
+                self._num_used += len(part)
+        return []
 
     def close(self) -> None:
         """Free what this process was writing and refuse further changes. Safe to repeat."""
@@ -276,6 +303,13 @@ class SlotIndex:
             self._take_free(num_wanted, taken)
         if len(taken) < num_wanted and not self._victims and self._reclaim_dead_writers():  # one scan per batch of victims
             self._take_free(num_wanted, taken)
+        if len(taken) < num_wanted and self.num_freed_ahead:
+            victims: set[int] = set()
+            self._evict(num_wanted - len(taken) + self.num_freed_ahead, victims, protected)
+            self._free(sorted(victims))
+            self._free_hints.extend(sorted(victims))
+            self._num_frees_scanned = self.file.num_frees  # all free slots are hints: no scan would find more
+            self._take_free(num_wanted, taken)
         self._evict(num_wanted, taken, protected)
         if len(taken) < num_wanted:  # nothing to evict either: look for what damage has made of records
             self._free_torn_records(taken)
@@ -284,16 +318,27 @@ class SlotIndex:
         return sorted(taken)  # neighbours for one I/O
 
     def _take_free(self, num_wanted: int, taken: set[int]) -> None:
+        self._put_neighbours_first(num_wanted - len(taken))
         while len(taken) < num_wanted:
             if not self._free_hints:
                 if self._num_frees_scanned == self.file.num_frees:
                     break
                 self._num_frees_scanned = self.file.num_frees
                 self._free_hints.extend(self._slots_in(SlotState.FREE, self.file.num_ready_slots).tolist())
+                self._put_neighbours_first(num_wanted - len(taken))
                 continue
             slot = self._free_hints.popleft()
             if int(self.file.records[slot, STATE_AND_OWNER]) == SlotState.FREE:  # another process may have been faster
                 taken.add(slot)  # a set: what was taken just now is still marked FREE, and a scan finds it again
+
+    def _put_neighbours_first(self, num_wanted: int) -> None:
+        """Have the first num_wanted hints be few runs, for few and large I/Os."""
+        if not self.num_freed_ahead or num_wanted < 2:
+            return
+        window = [self._free_hints.popleft() for _ in range(min(len(self._free_hints), max(_RUN_WINDOW, num_wanted)))]
+        slots = np.unique(np.asarray(window, dtype=np.int64))
+        slots = slots[(self.file.records[slots, STATE_AND_OWNER] == SlotState.FREE)]
+        self._free_hints.extendleft(reversed(in_few_runs(slots, num_wanted)))
 
     def _slots_in(self, state: SlotState, num_slots: int) -> npt.NDArray[np.int64]:
         states = self.file.records[:num_slots, STATE_AND_OWNER] & np.uint64(0xFFFFFFFF)

@@ -18,6 +18,9 @@ BYTES_PER_ROUND = 96 * 1024 * 1024
 class Medium(ABC):
     """A store to be measured, and the limit of what it stands on."""
 
+    bytes_per_round = BYTES_PER_ROUND  # moved in each direction, by the connector and past it
+    reopen_s: float | None = None  # how long make_known took to open a store that outlives its processes
+
     @abstractmethod
     def options(self) -> dict[str, Any]:
         """The connector's."""

@@ -26,7 +26,8 @@ def open_node(tmp_path: Path) -> Iterator[OpenNode]:
 
     def open_it() -> Node:
         clock = SteppedClock()
-        options = {"path": str(tmp_path / "store"), "capacity_bytes": NUM_BLOCKS * (slot_bytes(LAYOUT) + 64) + 72 * 1024}
+        capacity_bytes = NUM_BLOCKS * (slot_bytes(LAYOUT) + 64) + 72 * 1024
+        options = {"path": str(tmp_path / "store"), "capacity_bytes": capacity_bytes, "zero_fill": False}
         nodes.append(Node(create_connector(options, clock), clock))
         return nodes[-1]
 

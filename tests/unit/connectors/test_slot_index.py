@@ -25,6 +25,7 @@ from connectors.index_file import (
 )
 from connectors.index_mirror import sequences_of
 from connectors.slot_index import SlotIndex, take_lease_number
+from connectors.slot_runs import in_few_runs
 from core.errors import ConnectorError
 
 LAYOUT = bytes(range(16))
@@ -52,12 +53,14 @@ def open_index(tmp_path: Path) -> OpenIndex:
     def no_growth(first_slot: int, end_slot: int) -> None:
         pass
 
-    def open_it(num_slots: int = 8, dead: Sequence[int] = (), grow: Callable[[int, int], None] = no_growth) -> SlotIndex:
+    def open_it(
+        num_slots: int = 8, dead: Sequence[int] = (), grow: Callable[[int, int], None] = no_growth, grow_step: int = 4
+    ) -> SlotIndex:
         path = tmp_path / "index"
         if not path.exists():
             create_index_file(path, LAYOUT, num_slots, SLOT_BYTES)
         file = IndexFile(path, LAYOUT, SLOT_BYTES)
-        return SlotIndex(file, take_lease_number(file), lambda number: number not in dead, grow, grow_step=4)
+        return SlotIndex(file, take_lease_number(file), lambda number: number not in dead, grow, grow_step)
 
     return open_it
 
@@ -176,6 +179,64 @@ def test_growth_comes_before_eviction_and_its_failure_is_survived(open_index: Op
     assert index.num_failed_growths > 0
     room = 12
     assert save(index, names(4, 4)) == 4 and index.num_evictions == 2
+
+
+def test_unused_slots_are_neighbours_never_written_and_few_of_those_left(open_index: OpenIndex) -> None:
+    index, other = open_index(num_slots=64, grow_step=64), open_index(grow_step=64)
+    assert index.reserve_unused(8) == []  # nothing is allocated yet
+    save(index, names(1, 4))
+    seen: list[int] = []
+    while slots := index.reserve_unused(6):
+        assert len(slots) <= (60 - len(seen)) // 8 and slots == list(range(slots[0], slots[0] + len(slots)))
+        seen.extend(slots)
+        index.release(slots)
+    assert len(seen) == len(set(seen)) == 53 and not set(seen) & set(index.mirror.slots_of(names(1, 4)))
+    assert index.num_writing == 0 and other.reserve_unused(8) == []
+    assert save(other, names(2, 60)) == 60 and other.num_evictions == 0
+
+
+def test_unused_slots_of_a_process_that_died_while_filling_them_are_taken_back(open_index: OpenIndex) -> None:
+    dying = open_index(num_slots=32, grow_step=32)
+    save(dying, names(1, 1))
+    assert len(dying.reserve_unused(8)) == 3
+    survivor = open_index(dead=[dying.file.next_lease])
+    assert save(survivor, names(2, 31)) == 31 and survivor.num_evictions == 0
+
+
+@pytest.mark.parametrize(
+    ("num_wanted", "first"),
+    [
+        (3, [20, 21, 22]),  # the smallest run that is enough
+        (4, [1, 2, 3, 4]),
+        (7, [1, 2, 3, 4, 20, 21, 22]),
+        (6, [1, 2, 3, 4, 30, 31]),  # the longest first, and then what is just enough
+        (0, []),
+        (99, [1, 2, 3, 4, 20, 21, 22, 30, 31, 9]),
+    ],
+)
+def test_few_runs_are_chosen_from_scattered_slots(num_wanted: int, first: list[int]) -> None:
+    slots = [1, 2, 3, 4, 9, 20, 21, 22, 30, 31]
+    order = in_few_runs(np.array(slots), num_wanted)
+    assert order[: len(first)] == first and sorted(order) == slots
+
+
+def test_few_runs_of_no_slots_are_none() -> None:
+    assert in_few_runs(np.array([], dtype=np.int64), 5) == []
+
+
+def test_full_store_that_evicts_ahead_gives_neighbours_and_still_evicts_the_oldest(open_index: OpenIndex) -> None:
+    index = open_index(num_slots=64, grow_step=64)
+    index.num_freed_ahead = 8
+    chains = [names(seed, 2) for seed in range(32)]
+    for chain in chains[0::2] + chains[1::2]:  # neighbours on the medium were not used one after the other
+        save(index, chain)
+    reservation = index.reserve(names(100, 8), [])
+    slots = sorted(reservation.new_slots.values())
+    assert slots == list(range(slots[0], slots[0] + 8))
+    index.release(slots)
+    assert index.num_evictions == 16
+    assert [index.mirror.count_prefix(chain) for chain in chains[0:16:2]] == [0] * 8
+    assert [index.mirror.count_prefix(chain) for chain in chains[1::2]] == [2] * 16
 
 
 def test_mirror_limited_refresh_declines_what_is_too_much(open_index: OpenIndex) -> None:

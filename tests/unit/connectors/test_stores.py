@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from connectors.contract.node import LAYOUT, PAGES_LAYOUT, Node, SteppedClock, chain
+from connectors.contract.node import LAYOUT, PAGES_LAYOUT, Node, SteppedClock, block_hashes, chain, wait_until
+from connectors.index_file import SEQUENCE, index_bytes
+from connectors.nvme import NvmeConnector
 from connectors.registry import create_connector
+from connectors.slot_store import HEADER_PAGE_BYTES, slot_bytes
 from core.errors import ConfigError, ConnectorError
 from core.kv.connector import TransferOutcome
 from tests.support.memory_pools import pool_files
@@ -103,6 +109,122 @@ def test_nvme_segment_removed_between_starts_is_a_miss_per_block(open_node: Open
     assert node.load(chain(1, 8)).num_blocks_ok == 0
     assert node.save(chain(1, 8)).outcome is TransferOutcome.OK
     assert node.load(chain(1, 8)).num_blocks_ok >= 1
+
+
+@pytest.mark.parametrize("is_empty", [False, True], ids=["full", "empty"])
+def test_nvme_restarted_full_or_empty_serves_and_recycles(open_node: Opener, is_empty: bool) -> None:
+    node = open_node("nvme", capacity_bytes=2 * MIB)
+    for seed in range(20):
+        node.save(chain(seed, 20))
+    num_stored = node.stats().store_blocks
+    node.connector.close()
+    if is_empty:
+        shutil.rmtree(open_node.directory)
+    node = open_node("nvme", capacity_bytes=2 * MIB)
+    assert node.stats().store_blocks == (0 if is_empty else num_stored)
+    assert node.load(chain(19, 20)).num_blocks_ok == (0 if is_empty else 20)
+    for seed in range(20, 40):
+        assert node.save(chain(seed, 20)).outcome is TransferOutcome.OK
+        assert node.load(chain(seed, 20)).num_blocks_ok == 20
+
+
+def test_nvme_stores_of_two_versions_in_use_live_side_by_side(open_node: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = open_node("nvme", capacity_bytes=MIB)
+    old.save(chain(1, 8))
+    with monkeypatch.context() as patch:
+        patch.setattr("connectors.nvme.FORMAT_VERSION", 99)
+        patch.setattr("connectors.index_file._MAGIC_AND_VERSION", 99)
+        new = open_node("nvme", capacity_bytes=MIB)
+        assert new.lookup(chain(1, 8)) == 0
+        new.save(chain(2, 8))
+    for node, seed in ((old, 1), (new, 2), (old, 1)):
+        assert node.load(chain(seed, 8)).num_blocks_ok == 8
+        assert node.stats().num_errors == 0
+
+
+def test_nvme_store_of_another_version_that_nobody_uses_is_removed(open_node: Opener) -> None:
+    old = open_node("nvme", capacity_bytes=MIB)
+    stranger = open_node("nvme", capacity_bytes=MIB, layout=PAGES_LAYOUT)
+    stranger.save(block_hashes(1, 64, PAGES_LAYOUT))
+    for node in (old, stranger):
+        node.connector.close()
+    (store,) = open_node.directory.glob(f"*-{LAYOUT.fingerprint.hex()}")
+    store.rename(store.with_name(f"v99-{LAYOUT.fingerprint.hex()}"))
+    open_node("nvme", capacity_bytes=MIB)
+    assert [path.name for path in open_node.directory.glob(f"*-{LAYOUT.fingerprint.hex()}")] == [store.name]
+    assert open_node("nvme", capacity_bytes=MIB, layout=PAGES_LAYOUT).load(block_hashes(1, 64, PAGES_LAYOUT)).num_blocks_ok == 8
+
+
+def test_nvme_index_of_another_version_in_its_place_is_replaced(open_node: Opener) -> None:
+    node = open_node("nvme", capacity_bytes=MIB)
+    node.save(chain(1, 8))
+    node.connector.close()
+    (index,) = open_node.directory.glob("*/index")
+    with index.open("r+b") as file:
+        file.seek(6)
+        file.write(b"\x63")
+    node = open_node("nvme", capacity_bytes=MIB)
+    assert node.lookup(chain(1, 8)) == 0
+    assert node.save(chain(1, 8)).outcome is TransferOutcome.OK
+    assert node.load(chain(1, 8)).num_blocks_ok == 8
+
+
+def test_nvme_idle_store_is_written_once_and_its_blocks_are_left_alone(open_node: Opener) -> None:
+    nodes = [open_node("nvme", capacity_bytes=8 * MIB) for _ in range(2)]
+    for seed in range(10):
+        assert nodes[seed % 2].save(chain(seed, 20)).outcome is TransferOutcome.OK
+    (index,) = open_node.directory.glob("*/index")
+
+    def num_unwritten() -> int:
+        records = np.frombuffer(index.read_bytes(), dtype=np.uint64, offset=index_bytes(0)).reshape(-1, 8)
+        return int((records[:, SEQUENCE] == 0).sum())
+
+    wait_until(lambda: num_unwritten() < 8)
+    for seed in range(10):
+        assert nodes[1 - seed % 2].load(chain(seed, 20)).num_blocks_ok == 20
+    assert nodes[0].stats().num_open_references == 0
+    for seed in range(10, 60):
+        assert nodes[seed % 2].save(chain(seed, 20)).outcome is TransferOutcome.OK
+
+
+@pytest.mark.parametrize("num_new_bytes", [100, HEADER_PAGE_BYTES, HEADER_PAGE_BYTES + LAYOUT.block_bytes // 2])
+def test_nvme_torn_write_is_a_miss_of_its_block_alone(open_node: Opener, num_new_bytes: int) -> None:
+    """The beginning of a new block over the rest of an old one, under the name of either."""
+    node = open_node("nvme", capacity_bytes=MIB)
+    hashes = chain(1, 6)
+    node.save(hashes)
+    (segment,) = open_node.directory.glob("*/segment")
+    slots = segment.read_bytes()
+    starts = [slots.index(name) // slot_bytes(LAYOUT) * slot_bytes(LAYOUT) for name in hashes]
+    with segment.open("r+b") as file:
+        for source, target in ((0, 3), (5, 2)):
+            file.seek(starts[target])
+            file.write(slots[starts[source] : starts[source] + num_new_bytes])
+    assert node.load(hashes).num_blocks_ok == 2
+    assert node.load(hashes[3:]).num_blocks_ok == 0
+    assert node.load(hashes[4:]).num_blocks_ok == 2
+    assert node.save(hashes).outcome is TransferOutcome.OK
+    assert node.load(hashes).num_blocks_ok == 6
+
+
+def test_nvme_memory_that_the_disk_refuses_goes_through_the_page_cache(open_node: Opener) -> None:
+    """Misaligned memory stands for a file system that lets one open directly, but not read or write."""
+    node = open_node("nvme", capacity_bytes=MIB, zero_fill=False)
+    node.save(chain(1, 1))
+    connector = node.connector
+    assert isinstance(connector, NvmeConnector) and connector._store is not None
+    memory = memoryview(bytearray(2 * LAYOUT.block_stride_bytes + 9))
+    written, found = memory[3 : 3 + LAYOUT.block_stride_bytes], memory[-LAYOUT.block_stride_bytes :]
+    written[:] = os.urandom(len(written))
+    connector._store.medium.write([5], [b"h" * 64], [written])
+    assert connector._store.medium.read([5], [found]) == [b"h" * 64]
+    assert found == written
+
+
+@pytest.mark.parametrize("sync_interval_s", [-1, 0.001, float("nan"), 1e9])
+def test_nvme_sync_interval_out_of_range_is_refused(tmp_path: Path, sync_interval_s: float) -> None:
+    with pytest.raises(ConfigError, match="sync_interval_s"):
+        Opener(tmp_path)("nvme", sync_interval_s=sync_interval_s)
 
 
 def test_nvme_path_that_is_a_file_is_refused_at_start(tmp_path: Path) -> None:
