@@ -1,0 +1,315 @@
+"""The `tiered` connector: several stores as one, fastest first, such as shared memory over disk over a server for all hosts.
+
+It moves no bytes: each tier is a connector of its own. A lookup is the longest prefix over all tiers, a load takes each block
+from the fastest one that has it, a save goes to all or to the first. A tier that is dead, slow or hangs costs its own blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from connectors.registry import create_connector as create_child
+from connectors.tier import Tier
+from connectors.tier_options import TieredOptions, TierOptions, parse_tiered_options
+from connectors.tier_set import MAX_RUNS, TierSet
+from connectors.tiered_load import TieredLoads, question_id
+from connectors.tiered_save import TieredSaves
+from core.clock import Clock
+from core.errors import ConfigError, ConnectorError
+from core.kv.connector import (
+    ConnectorStats,
+    KVConnector,
+    PrefixLookup,
+    Transfer,
+    TransferDirection,
+    TransferOutcome,
+    TransferResult,
+)
+from core.kv.pool_memory import KVPoolMemory
+
+logger = logging.getLogger(__name__)
+
+_BUSY_INTERVAL_S = 0.1  # how often deadlines are looked at
+_IDLE_INTERVAL_S = 1.0
+_REOPEN_PAUSE_S = 1.0
+_CLOSE_TIMEOUT_S = 3.0
+_MAX_NOTED_REQUESTS = 4096
+
+
+class TieredConnector(KVConnector):
+    """The step thread asks and starts; a thread of ours carries on when children report. One lock, held for short times, is over
+    all calls of children except close()."""
+
+    name = "tiered"
+
+    def __init__(self, options: TieredOptions, tiers: list[TierOptions], children: list[KVConnector], clock: Clock) -> None:
+        self._options = options
+        self._clock = clock
+        self._first_children: list[KVConnector | None] = list(children)
+        self._mutex = threading.Lock()
+        self._tiers = TierSet([Tier(index, tier, options.lookup_wait_s, clock) for index, tier in enumerate(tiers)], clock)
+        self._loads = TieredLoads(self._tiers, self._report, self._report_early, options.promote)
+        self._saves = TieredSaves(self._tiers, options, self._report, self._report_early)
+        self._counts_seen = any(tier.store_threshold > 1 for tier in tiers)
+        self._noted_requests: dict[str, None] = {}
+        self._unseen: deque[PrefixLookup] = deque()
+        self._open: set[int] = set()
+        self._results: deque[TransferResult] = deque()
+        self._early_results: deque[TransferResult] = deque()
+        self._has_news = False
+        self._has_open_question = False
+        self._wakeup = threading.Event()
+        self._is_closed = False
+        self._close_mutex = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="kv-tiered", daemon=True)
+        self._reopening: threading.Thread | None = None
+        self._reopen_at_s = clock.now_s()
+
+    # -- scheduler half ------------------------------------------------------------------------------------------------
+    def get_num_new_matched_tokens(self, lookup: PrefixLookup, num_computed_tokens: int) -> int | None:
+        """As the interface says. None for lookup_wait_s at most because of one tier; then what the others have is the answer."""
+        if self._is_closed or lookup.block_size != self._pool.layout.block_size:
+            return 0
+        with self._mutex:
+            self._tiers.chains.note_lookup(lookup.request_id, lookup.block_hashes)
+            if self._counts_seen and lookup.request_id not in self._noted_requests:
+                self._note_request(lookup)
+            end, is_known = self._find_end(lookup, num_computed_tokens // lookup.block_size)
+            self._has_open_question |= not is_known
+        return end * lookup.block_size - num_computed_tokens if is_known else None
+
+    def _find_end(self, lookup: PrefixLookup, position: int) -> tuple[int, bool]:
+        """Where the prefix ends that all tiers have together, and whether no tier is worth waiting for."""
+        is_known = True
+        for number in range(MAX_RUNS):
+            question = PrefixLookup(question_id(lookup.request_id, number), lookup.block_hashes, lookup.block_size)
+            num_found = 0
+            if position >= len(lookup.block_hashes):
+                break
+            for tier in self._tiers.tiers:
+                count = tier.count(question, position)
+                if count is None:
+                    is_known &= not tier.should_wait(lookup.request_id)
+                    continue
+                if number == 0:
+                    tier.note_answer(lookup.request_id)
+                if count:
+                    num_found = count
+                    break
+            if not num_found:
+                break
+            position += num_found
+        return position, is_known
+
+    def _note_request(self, lookup: PrefixLookup) -> None:
+        if len(self._noted_requests) >= _MAX_NOTED_REQUESTS:
+            del self._noted_requests[next(iter(self._noted_requests))]
+        self._noted_requests[lookup.request_id] = None
+        self._unseen.append(lookup)  # counted later: a lookup has no time for it
+        self._wakeup.set()
+
+    def _count_seen(self) -> None:
+        while self._unseen:
+            lookup = self._unseen.popleft()
+            self._saves.seen.note(lookup.request_id, lookup.block_hashes)
+
+    # -- worker half ---------------------------------------------------------------------------------------------------
+    def register_kv_cache(self, pool: KVPoolMemory) -> None:
+        """Open all tiers. One that cannot be used now is tried again every second; raises ConnectorError when none can."""
+        self._pool = pool
+        self._tiers.layout, self._tiers.num_pool_blocks = pool.layout, pool.num_blocks
+        try:
+            for tier in self._tiers.tiers:
+                tier.connector = self._open_tier(tier)
+            if all(tier.connector is None for tier in self._tiers.tiers):
+                raise ConnectorError("none of the tiers can be opened")
+        except BaseException:
+            self.close()
+            raise
+        self._thread.start()
+
+    def start_load(self, transfer: Transfer) -> None:
+        """Begin a load."""
+        self._start(transfer)
+
+    def start_save(self, transfer: Transfer) -> None:
+        """Begin a save."""
+        self._start(transfer)
+
+    def poll_transfers(self) -> list[TransferResult]:
+        """Results since the last call."""
+        return _drain(self._results)
+
+    def poll_early_results(self) -> list[TransferResult]:
+        """Saves that some tier has, and transfers of which only a tier that hangs still uses the memory."""
+        return _drain(self._early_results)
+
+    def close(self) -> None:
+        """As the interface says: one tier after the other."""
+        with self._close_mutex:  # a second caller waits for the first, and then finds nothing to do
+            with self._mutex:
+                self._is_closed = self._tiers.is_closed = True
+            self._wakeup.set()
+            for thread in (self._thread, self._reopening):
+                if thread is not None and thread.is_alive():
+                    thread.join(_CLOSE_TIMEOUT_S)
+            for child in [*(tier.connector for tier in self._tiers.tiers), *self._first_children]:
+                if child is not None:
+                    child.close()
+            with self._mutex:
+                self._settle_children()
+                for tier in self._tiers.tiers:
+                    for transfer in tier.unfinished():
+                        self._on_child_result(transfer, TransferResult(transfer.transfer_id, 0, TransferOutcome.CANCELLED))
+        self._tell()
+
+    def stats(self) -> ConnectorStats:
+        """Sums over the tiers; store_blocks is the largest tier's, because tiers hold copies of each other's blocks."""
+        found = [tier.stats() for tier in self._tiers.tiers]
+        return ConnectorStats(
+            store_bytes=sum(stats.store_bytes for stats in found),
+            store_blocks=max(stats.store_blocks for stats in found),
+            capacity_bytes=sum(stats.capacity_bytes for stats in found),
+            num_evictions=sum(stats.num_evictions for stats in found),
+            num_errors=sum(stats.num_errors for stats in found),
+            is_reachable=any(stats.is_reachable for stats in found),
+            num_open_references=len(self._open) + sum(stats.num_open_references for stats in found),
+            tiers=tuple(tier.tier_stats(stats) for tier, stats in zip(self._tiers.tiers, found, strict=True)),
+        )
+
+    # -- transfers, under the lock -------------------------------------------------------------------------------------
+    def _start(self, transfer: Transfer) -> None:
+        with self._mutex:
+            if transfer.transfer_id in self._open:
+                logger.warning("transfer %d was started twice; the second start is ignored", transfer.transfer_id)
+                return
+            self._open.add(transfer.transfer_id)
+            refusal = self._refusal(transfer)
+            if refusal is not None:
+                self._report(TransferResult(transfer.transfer_id, 0, refusal[0], detail=refusal[1]))
+            elif transfer.direction is TransferDirection.LOAD:
+                self._loads.start(transfer)
+            else:
+                self._count_seen()
+                self._saves.start(transfer)
+        self._tell()
+
+    def _refusal(self, transfer: Transfer) -> tuple[TransferOutcome, str] | None:
+        """The outcome of a transfer that no tier needs to see."""
+        block_ids, num_blocks = transfer.block_ids, self._pool.num_blocks
+        if self._is_closed:
+            return TransferOutcome.CANCELLED, "the connector is closed"
+        if len(block_ids) != len(transfer.block_hashes) or not all(0 <= block_id < num_blocks for block_id in block_ids):
+            return TransferOutcome.ERROR, "block ids are outside the pool or not one per hash"
+        if self._clock.now_s() > transfer.deadline_s:
+            return TransferOutcome.TIMEOUT, "not begun in time"
+        return (TransferOutcome.OK, "") if not block_ids else None
+
+    def _settle_children(self) -> None:
+        now_s = self._clock.now_s()
+        for tier in self._tiers.tiers:
+            for transfer, result in tier.poll():
+                self._on_child_result(transfer, result)
+            for transfer in tier.newly_hung(now_s):
+                self._loads.on_hung(transfer)
+                self._saves.on_hung(transfer)
+
+    def _on_child_result(self, transfer: Transfer, result: TransferResult) -> None:
+        if not self._loads.on_result(transfer, result):
+            self._saves.on_result(transfer, result)
+
+    def _report(self, result: TransferResult) -> None:
+        self._open.discard(result.transfer_id)
+        self._results.append(result)
+        self._has_news = True
+
+    def _report_early(self, result: TransferResult) -> None:
+        self._early_results.append(result)
+        self._has_news = True
+
+    def _tell(self) -> None:
+        """Wake the engine if there is something for it. Without the lock."""
+        has_news, self._has_news = self._has_news, False
+        if has_news and self.on_result is not None:
+            self.on_result()
+
+    # -- the thread that carries on ------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        while True:
+            self._wakeup.wait(_BUSY_INTERVAL_S if self._open else _IDLE_INTERVAL_S)
+            self._wakeup.clear()
+            if self._is_closed:
+                return
+            with self._mutex:
+                self._count_seen()
+                self._settle_children()
+                self._has_news |= self._has_open_question  # a child may have called because of that
+                self._has_open_question = False
+            self._tell()
+            self._reopen_tiers()
+
+    def _reopen_tiers(self) -> None:
+        """Try tiers that could not be opened, on a thread of its own: opening may hang."""
+        lost = [tier for tier in self._tiers.tiers if tier.connector is None]
+        is_at_it = self._reopening is not None and self._reopening.is_alive()
+        if not lost or is_at_it or self._clock.now_s() < self._reopen_at_s:
+            return
+        self._reopen_at_s = self._clock.now_s() + _REOPEN_PAUSE_S
+
+        def reopen() -> None:
+            for tier in lost:
+                child = self._open_tier(tier)
+                with self._mutex:
+                    if not self._is_closed:
+                        tier.connector, child = child, None
+                if child is not None:
+                    child.close()
+
+        self._reopening = threading.Thread(target=reopen, name="kv-tiered-open", daemon=True)
+        self._reopening.start()
+
+    def _open_tier(self, tier: Tier) -> KVConnector | None:
+        child, self._first_children[tier.index] = self._first_children[tier.index], None
+        if child is None:
+            child = _create_tier(tier.options, self._clock)
+        child.on_result = self._wakeup.set
+        try:
+            child.register_kv_cache(self._pool)
+        except ConfigError as error:
+            child.close()
+            raise _renamed(error, tier.name) from error
+        except Exception as error:
+            logger.warning("tier %s cannot be opened and is tried again: %s", tier.name, str(error))
+            child.close()
+            return None
+        return child
+
+
+def _drain(results: deque[TransferResult]) -> list[TransferResult]:
+    found = []
+    while results:
+        found.append(results.popleft())
+    return found
+
+
+def _create_tier(options: TierOptions, clock: Clock) -> KVConnector:
+    try:
+        return create_child(options.connector, options.options, clock)
+    except ConfigError as error:
+        raise _renamed(error, options.name) from error
+
+
+def _renamed(error: ConfigError, tier_name: str) -> ConfigError:
+    """A child's complaint, about the option as the user knows it."""
+    field = error.field.replace("connector.name", f"connector.options.{tier_name}.connector")
+    return ConfigError(field.replace("connector.options.", f"connector.options.{tier_name}.", 1), error.value, error.allowed)
+
+
+def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
+    """Options: see TieredOptions and TierOptions. Raises ConfigError."""
+    own, tiers = parse_tiered_options(options)
+    return TieredConnector(own, tiers, [_create_tier(tier, clock) for tier in tiers], clock)
