@@ -1,7 +1,8 @@
 """The `tiered` connector: several stores as one, fastest first, such as shared memory over disk over a server for all hosts.
 
-It moves no bytes: each tier is a connector of its own. A lookup is the longest prefix over all tiers, a load takes each block
-from the fastest one that has it, a save goes to all or to the first. A tier that is dead, slow or hangs costs its own blocks.
+It moves no bytes: each tier is a connector of its own. A lookup is the longest prefix over all tiers, a load takes
+each run of blocks from the fastest one that has its first, a save goes to all or to the first. A tier that is dead, slow or
+hangs costs its own blocks.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _IDLE_INTERVAL_S = 1.0
 _REOPEN_PAUSE_S = 1.0
 _CLOSE_TIMEOUT_S = 3.0
 _MAX_NOTED_REQUESTS = 4096
+_MAX_EARLY_RESULTS = 4096  # nobody has to ask for them
 
 
 class TieredConnector(KVConnector):
@@ -59,7 +61,7 @@ class TieredConnector(KVConnector):
         self._unseen: deque[PrefixLookup] = deque()
         self._open: set[int] = set()
         self._results: deque[TransferResult] = deque()
-        self._early_results: deque[TransferResult] = deque()
+        self._early_results: deque[TransferResult] = deque(maxlen=_MAX_EARLY_RESULTS)
         self._has_news = False
         self._has_open_question = False
         self._wakeup = threading.Event()
@@ -305,8 +307,8 @@ def _create_tier(options: TierOptions, clock: Clock) -> KVConnector:
 
 def _renamed(error: ConfigError, tier_name: str) -> ConfigError:
     """A child's complaint, about the option as the user knows it."""
-    field = error.field.replace("connector.name", f"connector.options.{tier_name}.connector")
-    return ConfigError(field.replace("connector.options.", f"connector.options.{tier_name}.", 1), error.value, error.allowed)
+    leaf = "connector" if error.field == "connector.name" else error.field.removeprefix("connector.options.")
+    return ConfigError(f"connector.options.{tier_name}.{leaf}", error.value, error.allowed)
 
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:

@@ -1,4 +1,4 @@
-"""Loads over several tiers: each block from the fastest tier that has it, and from the next one where that fails.
+"""Loads over several tiers: the run from each block on from the fastest tier that has it, or from the next where that fails.
 
 Not safe for threads: whoever calls holds the tiered connector's lock.
 """

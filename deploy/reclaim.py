@@ -11,6 +11,7 @@ from pathlib import Path
 
 from connectors.file_lock import locked_directory, remove_if_empty
 from connectors.store_directory import remove_dead_stores
+from connectors.tier_options import parse_tiered_options
 from core.config import ConnectorOptions
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,9 @@ DEFAULT_DIRECTORY = "/dev/shm"  # noqa: S108  # the host's shared memory is the 
 
 def reclaim_shared_memory(options: ConnectorOptions) -> None:
     """Delete this user's pools that no living process uses, whoever left them. Does nothing for other connectors."""
+    if options.name == "tiered":
+        for tier in parse_tiered_options(options.options)[1]:
+            reclaim_shared_memory(ConnectorOptions(name=tier.connector, options=dict(tier.options)))
     if options.name != "shm":
         return
     root = Path(options.options.get("directory", DEFAULT_DIRECTORY)) / f"kvrelay-{os.getuid()}"
