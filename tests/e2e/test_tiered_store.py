@@ -28,7 +28,8 @@ def _spec(path: Path) -> ClusterSpec:
             "nvme": {"path": str(path), "capacity_bytes": "256MiB"},
         },
         pool_name=pool_name,
-        engine={"kv_load_policy": "always", "block_size": BLOCK_SIZE},
+        dtype="bfloat16",
+        engine={"kv_load_policy": "always", "block_size": BLOCK_SIZE, "kv_pool_mib": 300},
     )
 
 
