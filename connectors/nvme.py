@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from connectors.byte_sizes import with_parsed_sizes
+from connectors.eviction_policy import check_eviction_policy
 from connectors.file_lock import locked_directory
 from connectors.slot_connector import SlotConnector
 from connectors.slot_store import HEADER_PAGE_BYTES, SlotMedium, SlotStore, slot_bytes
@@ -39,18 +40,21 @@ class NvmeOptions:
     """path: a directory, created where missing. num_threads move bytes at the same time.
 
     capacity_bytes (a size like 100GiB is fine) bounds the files of one KV layout, index included. A process that finds the store
-    unused resizes it to its own capacity, others take what they find.
+    unused resizes it to its own capacity, others take what they find. eviction: lru, arc (scans do not push out what is used
+    again) or prefix (never a block that a stored one follows); processes should agree on it.
     """
 
     path: str
     capacity_bytes: int = 8 * 1024**3
     num_threads: int = 4
+    eviction: str = "lru"
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError("connector.options.path", self.path, "a directory")
         if not 1 <= self.num_threads <= 64:
             raise ConfigError("connector.options.num_threads", self.num_threads, "1 to 64")
+        check_eviction_policy(self.eviction)
 
 
 class NvmeConnector(SlotConnector):
@@ -66,7 +70,7 @@ class NvmeConnector(SlotConnector):
     def _open_store(self, layout: KVLayout) -> SlotStore:
         place = StoreDirectory(Path(self._options.path), layout.fingerprint.hex(), layout, is_removed_when_unused=False)
         with locked_directory(place.root):
-            return place.open(self._options.capacity_bytes, _NvmeSegment, _GROW_BYTES)
+            return place.open(self._options.capacity_bytes, _NvmeSegment, _GROW_BYTES, self._options.eviction)
 
 
 class _NvmeSegment(SlotMedium):

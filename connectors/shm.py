@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from connectors.bus_guard import GuardedMapping
 from connectors.byte_sizes import readable_bytes, with_parsed_sizes
+from connectors.eviction_policy import check_eviction_policy
 from connectors.file_lock import locked_directory
 from connectors.slot_connector import SlotConnector
 from connectors.slot_store import HEADER_PAGE_BYTES, SlotMedium, SlotStore, slot_bytes
@@ -38,13 +39,15 @@ class ShmOptions:
     """name: engines with the same name and KV layout share a pool of blocks. directory: a memory file system.
 
     capacity_bytes bounds one such pool (a size like 2GiB is fine); who joins a pool in use takes its capacity.
-    num_threads copy at the same time.
+    num_threads copy at the same time. eviction: lru, arc (scans do not push out what is used again) or prefix (never a block
+    that a stored one follows); processes should agree on it.
     """
 
     name: str = "default"
     capacity_bytes: int = 1024**3
     directory: str = "/dev/shm"  # noqa: S108 - the host's shared memory is the point
     num_threads: int = 2
+    eviction: str = "lru"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", self.name):
@@ -53,6 +56,7 @@ class ShmOptions:
             raise ConfigError("connector.options.directory", self.directory, "an existing directory")
         if not 1 <= self.num_threads <= 16:
             raise ConfigError("connector.options.num_threads", self.num_threads, "1 to 16")
+        check_eviction_policy(self.eviction)
 
 
 class ShmConnector(SlotConnector):
@@ -74,7 +78,7 @@ class ShmConnector(SlotConnector):
             remove_dead_stores(root)
             if not place.path.exists():
                 self._check_free_memory(root)
-            return place.open(self._options.capacity_bytes, _ShmSegment, _GROW_BYTES)
+            return place.open(self._options.capacity_bytes, _ShmSegment, _GROW_BYTES, self._options.eviction)
 
     def _check_free_memory(self, root: Path) -> None:
         found = os.statvfs(root)

@@ -223,7 +223,7 @@ class SlotConnector(KVConnector):
         index.mirror.drop_stale(slots[position] for position in bad if position not in damaged)
         chain = self._chains.note_transfer(transfer.request_id, names[:num_ok])
         with contextlib.suppress(OSError, ConnectorError):  # a touch that cannot be made is no reason to drop what was read
-            index.touch([*chain, *names[:num_ok]])
+            index.touch([*chain, *names[:num_ok]], names[:num_ok])
         outcome, detail = TransferOutcome.OK, ""
         if num_ok < len(names):
             outcome, detail = self._reason(transfer, progress, num_ok)
@@ -251,7 +251,8 @@ class SlotConnector(KVConnector):
         try:
             self._run_pieces(store, transfer, slots, list(slots), write, progress)
             written = {names[position]: slots[position] for position in progress.written}
-            store.index.publish(written, [*ancestors, *names])
+            hits = [name for position, name in enumerate(names) if position not in slots]
+            store.index.publish(written, [*ancestors, *names], hits)
         finally:
             unfinished = store.index.unpublished(slots.values())
             if unfinished:

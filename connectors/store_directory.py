@@ -11,6 +11,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from connectors.file_lock import Lease, has_live_lease, is_lease_alive, locked_directory, remove_if_empty
@@ -51,7 +52,9 @@ class StoreDirectory:
         """The store's own directory."""
         return self.root / self.name
 
-    def open(self, capacity_bytes: int, open_medium: Callable[[Segment], SlotMedium], grow_bytes: int) -> SlotStore:
+    def open(
+        self, capacity_bytes: int, open_medium: Callable[[Segment], SlotMedium], grow_bytes: int, eviction: str = "lru"
+    ) -> SlotStore:
         """Join the store, or create it. The caller holds the root's lock.
 
         A store in use keeps its capacity; an idle one takes ours. A damaged index is replaced: its blocks are lost, which costs
@@ -71,7 +74,8 @@ class StoreDirectory:
             lease = self._take_lease(file)
             medium = open_medium(Segment(self.path / _SEGMENT_NAME, file, self.layout, is_alone, is_new))
             grow_step = max(1, grow_bytes // slot_bytes(self.layout))
-            index = SlotIndex(file, lease.number, lambda number: is_lease_alive(self.path, number), medium.grow, grow_step)
+            is_alive = partial(is_lease_alive, self.path)
+            index = SlotIndex(file, lease.number, is_alive, medium.grow, grow_step, eviction)
             index.recover(is_alone)
         except BaseException:
             if lease is not None:
