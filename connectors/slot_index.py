@@ -173,6 +173,11 @@ class SlotIndex:
         with self._changing():
             self.recency.unpin(block_hashes)
 
+    def coldest_runs(self, num_blocks: int) -> list[list[bytes]]:
+        """See SlotRecency.coldest_runs."""
+        with self._changing():
+            return self.recency.coldest_runs(num_blocks)
+
     # -- upkeep --------------------------------------------------------------------------------------------------------
     def recover(self, is_alone: bool) -> None:
         """Take back what dead processes left; is_alone: nobody else has the index open, and it may be torn by a power failure."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from connectors.eviction_policy import FREQUENT, PINNED, TICK_MASK, Slots, counts_as_another_use, create_eviction_policy
-from connectors.index_file import LAST_USE, STATE_AND_OWNER, IndexFile, SlotState
+from connectors.index_file import HASH_LOW, LAST_USE, PARENT, STATE_AND_OWNER, IndexFile, SlotState
 from connectors.index_mirror import IndexMirror, hashes_of
 
 _MAX_PINNED_SHARE = 4  # at most one slot in so many
@@ -115,10 +115,20 @@ class SlotRecency:
                 self._policy.note_evicted(hashes_of(record[None])[0], bool(last_use & FREQUENT))
         self.num_evictions += len(taken) - num_before
 
-    def coldest(self, num_wanted: int) -> list[bytes]:
-        """The blocks that would be evicted next, the first one first."""
-        records = self._file.records
-        return hashes_of(records[self._policy.order(records, self._evictable(), num_wanted, 0)])
+    def coldest_runs(self, num_wanted: int) -> list[list[bytes]]:
+        """The blocks that would be evicted next, the first to go first; in each run, parents before their followers."""
+        slots = self._policy.order(self._file.records, self._evictable(), num_wanted, 0)
+        self._victims.clear()  # they belong to the order before
+        records = self._file.records[slots]
+        runs: list[list[bytes]] = []
+        parent = 0
+        for name, own, link in zip(hashes_of(records), records[:, HASH_LOW].tolist(), records[:, PARENT].tolist(), strict=True):
+            if runs and own == parent:  # tails go first
+                runs[-1].insert(0, name)
+            else:
+                runs.append([name])
+            parent = link
+        return runs
 
     def _find_victims(self, num_now: int, without: set[int]) -> None:
         slots = self._evictable()

@@ -10,11 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from connectors.registry import create_connector as create_child
+from connectors.slot_connector import SlotConnector
 from connectors.tier import Tier
+from connectors.tier_mover import TierMover
 from connectors.tier_options import TieredOptions, TierOptions, parse_tiered_options
 from connectors.tier_set import MAX_RUNS, TierSet
 from connectors.tiered_load import TieredLoads, question_id
@@ -39,6 +42,7 @@ _IDLE_INTERVAL_S = 1.0
 _REOPEN_PAUSE_S = 1.0
 _CLOSE_TIMEOUT_S = 3.0
 _MAX_NOTED_REQUESTS = 4096
+_DEMOTED_SHARE = 8  # write: back keeps one in so many of a tier's blocks, the coldest, in the next tier as well
 _MAX_EARLY_RESULTS = 4096  # nobody has to ask for them
 
 
@@ -58,6 +62,7 @@ class TieredConnector(KVConnector):
         self._saves = TieredSaves(self._tiers, options, self._report, self._report_early)
         self._counts_seen = any(tier.store_threshold > 1 for tier in tiers)
         self._noted_requests: dict[str, None] = {}
+        self._prefetched: dict[str, None] = {}
         self._unseen: deque[PrefixLookup] = deque()
         self._open: set[int] = set()
         self._results: deque[TransferResult] = deque()
@@ -69,7 +74,12 @@ class TieredConnector(KVConnector):
         self._close_mutex = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kv-tiered", daemon=True)
         self._reopening: threading.Thread | None = None
-        self._reopen_at_s = clock.now_s()
+        self._reopen_at_s = clock.now_s() + _REOPEN_PAUSE_S
+        self._mover: TierMover | None = None
+        if len(tiers) > 1 and (options.prefetch or options.write == "back"):
+            create = [partial(_create_tier, tier, clock) for tier in tiers]
+            find_coldest = self._find_coldest if options.write == "back" else None
+            self._mover = TierMover(create, clock, options.staging_bytes, find_coldest)
 
     # -- scheduler half ------------------------------------------------------------------------------------------------
     def get_num_new_matched_tokens(self, lookup: PrefixLookup, num_computed_tokens: int) -> int | None:
@@ -80,13 +90,23 @@ class TieredConnector(KVConnector):
             self._tiers.chains.note_lookup(lookup.request_id, lookup.block_hashes)
             if self._counts_seen and lookup.request_id not in self._noted_requests:
                 self._note_request(lookup)
-            end, is_known = self._find_end(lookup, num_computed_tokens // lookup.block_size)
+            end, is_known, is_slow = self._find_end(lookup, num_computed_tokens // lookup.block_size)
             self._has_open_question |= not is_known
+            if is_slow and self._options.prefetch and lookup.request_id not in self._prefetched:
+                self._prefetch(lookup, end)
         return end * lookup.block_size - num_computed_tokens if is_known else None
 
-    def _find_end(self, lookup: PrefixLookup, position: int) -> tuple[int, bool]:
-        """Where the prefix ends that all tiers have together, and whether no tier is worth waiting for."""
-        is_known = True
+    def _prefetch(self, lookup: PrefixLookup, end: int) -> None:
+        assert self._mover is not None
+        while len(self._prefetched) >= _MAX_NOTED_REQUESTS:
+            del self._prefetched[next(iter(self._prefetched))]
+        self._prefetched[lookup.request_id] = None
+        self._mover.prefetch(lookup.request_id, lookup.block_hashes[:end])
+
+    def _find_end(self, lookup: PrefixLookup, position: int) -> tuple[int, bool, bool]:
+        """Where the prefix ends that all tiers have together; whether no tier is worth waiting for; whether a slower one is
+        needed."""
+        is_known, is_slow = True, False
         for number in range(MAX_RUNS):
             question = PrefixLookup(question_id(lookup.request_id, number), lookup.block_hashes, lookup.block_size)
             num_found = 0
@@ -101,11 +121,12 @@ class TieredConnector(KVConnector):
                     tier.note_answer(lookup.request_id)
                 if count:
                     num_found = count
+                    is_slow |= tier.index > 0
                     break
             if not num_found:
                 break
             position += num_found
-        return position, is_known
+        return position, is_known, is_slow
 
     def _note_request(self, lookup: PrefixLookup) -> None:
         if len(self._noted_requests) >= _MAX_NOTED_REQUESTS:
@@ -133,9 +154,13 @@ class TieredConnector(KVConnector):
             self.close()
             raise
         self._thread.start()
+        if self._mover is not None:
+            self._mover.start(pool.layout)
 
     def start_load(self, transfer: Transfer) -> None:
         """Begin a load."""
+        if self._options.prefetch and self._mover is not None:
+            self._mover.cancel(transfer.request_id)
         self._start(transfer)
 
     def start_save(self, transfer: Transfer) -> None:
@@ -145,6 +170,13 @@ class TieredConnector(KVConnector):
     def poll_transfers(self) -> list[TransferResult]:
         """Results since the last call."""
         return _drain(self._results)
+
+    def pin_prefix(self, block_hashes: Sequence[bytes], *, is_pinned: bool = True) -> bool:
+        """In every tier that can."""
+        with self._mutex:
+            children = [tier.connector for tier in self._tiers.tiers if tier.connector is not None]
+            answers = [child.pin_prefix(block_hashes, is_pinned=is_pinned) for child in children]
+        return any(answers)
 
     def poll_early_results(self) -> list[TransferResult]:
         """Saves that some tier has, and transfers of which only a tier that hangs still uses the memory."""
@@ -159,6 +191,8 @@ class TieredConnector(KVConnector):
             for thread in (self._thread, self._reopening):
                 if thread is not None and thread.is_alive():
                     thread.join(_CLOSE_TIMEOUT_S)
+            if self._mover is not None:
+                self._mover.close()
             for child in [*(tier.connector for tier in self._tiers.tiers), *self._first_children]:
                 if child is not None:
                     child.close()
@@ -254,6 +288,10 @@ class TieredConnector(KVConnector):
             self._tell()
             self._reopen_tiers()
 
+    def _find_coldest(self, tier_index: int) -> list[list[bytes]]:
+        child = self._tiers.tiers[tier_index].connector
+        return child.coldest_runs(_DEMOTED_SHARE) if isinstance(child, SlotConnector) else []
+
     def _reopen_tiers(self) -> None:
         """Try tiers that could not be opened, on a thread of its own: opening may hang."""
         lost = [tier for tier in self._tiers.tiers if tier.connector is None]
@@ -314,4 +352,7 @@ def _renamed(error: ConfigError, tier_name: str) -> ConfigError:
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
     """Options: see TieredOptions and TierOptions. Raises ConfigError."""
     own, tiers = parse_tiered_options(options)
-    return TieredConnector(own, tiers, [_create_tier(tier, clock) for tier in tiers], clock)
+    children = [_create_tier(tier, clock) for tier in tiers]
+    if own.write == "back" and not isinstance(children[0], SlotConnector):
+        raise ConfigError("connector.options.write", own.write, "through, where the first tier cannot say what it will evict")
+    return TieredConnector(own, tiers, children, clock)

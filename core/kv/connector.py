@@ -154,6 +154,11 @@ class KVConnector(ABC):
         """Stop threads and let go of the medium, within seconds and whatever is in flight. Afterwards poll_transfers returns
         the outstanding results (CANCELLED) and no thread touches the pool. Safe to repeat."""
 
+    def pin_prefix(self, block_hashes: Sequence[bytes], *, is_pinned: bool = True) -> bool:
+        """Keep these blocks, a prefix, from eviction (or no longer), as far as the store has room for that; done in the
+        background. False: this store cannot."""
+        return False
+
     def stats(self) -> ConnectorStats:
         """Size and health of the store; cheap."""
         return ConnectorStats()

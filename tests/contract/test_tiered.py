@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ class TieredHarness(ConnectorHarness):
     connector_name = "tiered"
     is_persistent = True
     lower_type: type[ConnectorHarness]
-    write = "through"
+    more_options: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -36,7 +38,7 @@ class TieredHarness(ConnectorHarness):
     def options(self, store: str, num_blocks: int) -> dict[str, Any]:
         lower_name = self._lower.connector_name
         upper, lower = self._upper.options(store, max(16, num_blocks // 2)), self._lower.options(store, num_blocks)
-        return {"tiers": f"shm,{lower_name}", "shm": upper, lower_name: lower, "write": self.write}
+        return {"tiers": f"shm,{lower_name}", "shm": upper, lower_name: lower, **self.more_options}
 
     def leftovers(self) -> list[str]:
         return [*self._upper.leftovers(), *self._lower.leftovers()]
@@ -82,7 +84,7 @@ class ShmOverRedisHarness(TieredHarness):
 
 
 class WriteBackHarness(ShmOverNvmeHarness):
-    write = "back"
+    more_options = MappingProxyType({"write": "back", "prefetch": True, "staging_bytes": "1MiB"})
 
 
 class TestShmOverNvme(ConnectorContract):
@@ -92,3 +94,7 @@ class TestShmOverNvme(ConnectorContract):
 @pytest.mark.skipif(EXECUTABLE is None, reason="there is no redis-server")
 class TestShmOverRedisWhereAServerIsInstalled(ConnectorContract):
     harness_type = ShmOverRedisHarness
+
+
+class TestWriteBackWithPrefetch(ConnectorContract):
+    harness_type = WriteBackHarness
