@@ -43,6 +43,7 @@ PIECE_BYTES = 3 * 1024 * 1024  # one I/O, or one thread's share of a transfer: l
 _MAX_PIECE_BLOCKS = 256  # two buffers each, below the kernel's limit of 1024 per call
 _REOPEN_PAUSE_S = 1.0
 _CLOSE_MUTEX_TIMEOUT_S = 1.0
+_MAX_PINS = 1024
 _MAX_INLINE_CHANGES = 256  # applied within a lookup; more would take longer than a lookup may
 _CONFIGURATION_FAULTS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL)
 
@@ -77,7 +78,7 @@ class SlotConnector(KVConnector):
         self._num_errors = 0
         self._num_past_evictions = 0
         self._is_closed = False
-        self._pins: deque[tuple[tuple[bytes, ...], bool]] = deque()  # asked for, not done
+        self._pins: deque[tuple[tuple[bytes, ...], bool]] = deque(maxlen=_MAX_PINS)  # asked for, not done
 
     @abstractmethod
     def _open_store(self, layout: KVLayout) -> SlotStore:
