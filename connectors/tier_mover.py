@@ -28,6 +28,7 @@ _PREFETCH_AFTER_S = 0.05  # a request whose turn is now loads by itself
 _LOOKUP_TIMEOUT_S = 1.0
 _TRANSFER_TIMEOUT_S = 10.0
 _DEMOTE_INTERVAL_S = 0.1
+_REST_FACTOR = 20  # finding what is cold locks a store's index: not for more than a twentieth of the time
 _CLOSE_TIMEOUT_S = 3.0
 _ASK_INTERVAL_S = 0.002
 
@@ -61,6 +62,7 @@ class TierMover:
         self._queue: dict[str, _Prefetch] = {}
         self._cancelled: set[str] = set()
         self._is_closing = False
+        self._demote_at_s = 0.0  # of the monotonic clock
         self._ids = itertools.count(1)
         self._demoted: deque[set[bytes]] = deque(maxlen=2)  # found below already, or copied there, in the last two rounds
         self._thread = threading.Thread(target=self._run, name="kv-tier-mover", daemon=True)
@@ -108,7 +110,7 @@ class TierMover:
                     break
                 if job is not None:
                     self._prefetch(job)
-                elif self._find_coldest is not None:
+                elif self._find_coldest is not None and time.monotonic() >= self._demote_at_s:
                     self._demote(self._find_coldest)
             except Exception as error:  # the top of this thread's loop: a fault costs what it was moving
                 logger.warning("could not move blocks between tiers: %r", error)
@@ -188,11 +190,15 @@ class TierMover:
         """Copy the coldest blocks of each tier into the next, so that they are there when they are evicted."""
         known = set().union(*self._demoted)
         found: set[bytes] = set()
+        finding_s = 0.0
         for index in range(len(self._children) - 1):
             source, target = self._child(index), self._child(index + 1)
             if source is None or target is None:
                 continue
-            for run in find_coldest(index):
+            started_s = time.monotonic()
+            runs = find_coldest(index)
+            finding_s += time.monotonic() - started_s
+            for run in runs:
                 names = [name for name in run if name not in known]
                 found.update(run)
                 for start in range(0, len(names), self._pool.num_blocks):
@@ -205,6 +211,7 @@ class TierMover:
                     self.num_demoted_blocks += num_moved
                     found.difference_update(part[num_moved:])
         self._demoted.append(found)
+        self._demote_at_s = time.monotonic() + _REST_FACTOR * finding_s
 
     def _has_all(self, target: KVConnector, names: Sequence[bytes]) -> bool:
         question = PrefixLookup(f"demoted-{names[0].hex()}", names, self._layout.block_size)

@@ -21,6 +21,23 @@ _MAX_PROMOTIONS = 256
 Report = Callable[[TransferResult], None]
 
 
+class Questions:
+    """What is asked about one request's prefix. Stores remember an answer by request, so a tier that is asked again, about what
+    comes after another tier's part, is asked under another name."""
+
+    def __init__(self, lookup: PrefixLookup) -> None:
+        self._lookup = lookup
+        self._num_asked: dict[int, int] = {}
+
+    def to(self, tier: Tier) -> PrefixLookup:
+        """The next question to a tier."""
+        number = self._num_asked.get(tier.index, 0)
+        self._num_asked[tier.index] = number + 1
+        if not number:
+            return self._lookup
+        return PrefixLookup(f"{self._lookup.request_id}#{number}", self._lookup.block_hashes, self._lookup.block_size)
+
+
 class TierSet:
     """Fastest first."""
 
@@ -54,13 +71,13 @@ class TierSet:
         now_s = self.clock.now_s()
         return now_s + _DEADLINE_SHARE * (transfer.deadline_s - now_s)
 
-    def find_run(self, question: PrefixLookup, first: int, without: frozenset[int]) -> tuple[Tier | None, int]:
+    def find_run(self, questions: Questions, first: int, without: frozenset[int]) -> tuple[Tier | None, int]:
         """The fastest tier that has the first-th block, and how many it has from there; else one that may have it, and 0."""
         unknown: Tier | None = None
         for tier in self.usable():
             if tier.index in without:
                 continue
-            count = tier.count(question, first)
+            count = tier.count(questions.to(tier), first)
             if count:
                 return tier, count
             if count is None and unknown is None:

@@ -19,8 +19,9 @@ from connectors.slot_connector import SlotConnector
 from connectors.tier import Tier
 from connectors.tier_mover import TierMover
 from connectors.tier_options import TieredOptions, TierOptions, parse_tiered_options
-from connectors.tier_set import MAX_RUNS, TierSet
-from connectors.tiered_load import TieredLoads, question_id
+from connectors.tier_set import TierSet
+from connectors.tiered_load import TieredLoads
+from connectors.tiered_lookup import TieredLookups
 from connectors.tiered_save import TieredSaves
 from core.clock import Clock
 from core.errors import ConfigError, ConnectorError
@@ -41,7 +42,7 @@ _BUSY_INTERVAL_S = 0.1  # how often deadlines are looked at
 _IDLE_INTERVAL_S = 1.0
 _REOPEN_PAUSE_S = 1.0
 _CLOSE_TIMEOUT_S = 3.0
-_MAX_NOTED_REQUESTS = 4096
+_MAX_PREFETCHED_REQUESTS = 4096
 _DEMOTED_SHARE = 8  # write: back keeps one in so many of a tier's blocks, the coldest, in the next tier as well
 _MAX_EARLY_RESULTS = 4096  # nobody has to ask for them
 
@@ -60,10 +61,8 @@ class TieredConnector(KVConnector):
         self._tiers = TierSet([Tier(index, tier, options.lookup_wait_s, clock) for index, tier in enumerate(tiers)], clock)
         self._loads = TieredLoads(self._tiers, self._report, self._report_early, options.promote)
         self._saves = TieredSaves(self._tiers, options, self._report, self._report_early)
-        self._counts_seen = any(tier.store_threshold > 1 for tier in tiers)
-        self._noted_requests: dict[str, None] = {}
+        self._lookups = TieredLookups(self._tiers, self._saves.seen)
         self._prefetched: dict[str, None] = {}
-        self._unseen: deque[PrefixLookup] = deque()
         self._open: set[int] = set()
         self._results: deque[TransferResult] = deque()
         self._early_results: deque[TransferResult] = deque(maxlen=_MAX_EARLY_RESULTS)
@@ -87,58 +86,20 @@ class TieredConnector(KVConnector):
         if self._is_closed or lookup.block_size != self._pool.layout.block_size:
             return 0
         with self._mutex:
-            self._tiers.chains.note_lookup(lookup.request_id, lookup.block_hashes)
-            if self._counts_seen and lookup.request_id not in self._noted_requests:
-                self._note_request(lookup)
-            end, is_known, is_slow = self._find_end(lookup, num_computed_tokens // lookup.block_size)
-            self._has_open_question |= not is_known
-            if is_slow and self._options.prefetch and lookup.request_id not in self._prefetched:
-                self._prefetch(lookup, end)
-        return end * lookup.block_size - num_computed_tokens if is_known else None
+            end = self._lookups.find_end(lookup, num_computed_tokens // lookup.block_size)
+            self._has_open_question |= not end.is_known
+            if end.is_slow and self._options.prefetch and lookup.request_id not in self._prefetched:
+                self._prefetch(lookup, end.position)
+        if self._lookups.has_unseen:
+            self._wakeup.set()
+        return end.position * lookup.block_size - num_computed_tokens if end.is_known else None
 
     def _prefetch(self, lookup: PrefixLookup, end: int) -> None:
         assert self._mover is not None
-        while len(self._prefetched) >= _MAX_NOTED_REQUESTS:
+        while len(self._prefetched) >= _MAX_PREFETCHED_REQUESTS:
             del self._prefetched[next(iter(self._prefetched))]
         self._prefetched[lookup.request_id] = None
         self._mover.prefetch(lookup.request_id, lookup.block_hashes[:end])
-
-    def _find_end(self, lookup: PrefixLookup, position: int) -> tuple[int, bool, bool]:
-        """Where the prefix ends that all tiers have together; whether no tier is worth waiting for; whether a slower one is
-        needed."""
-        is_known, is_slow = True, False
-        for number in range(MAX_RUNS):
-            question = PrefixLookup(question_id(lookup.request_id, number), lookup.block_hashes, lookup.block_size)
-            num_found = 0
-            if position >= len(lookup.block_hashes):
-                break
-            for tier in self._tiers.tiers:
-                count = tier.count(question, position)
-                if count is None:
-                    is_known &= not tier.should_wait(lookup.request_id)
-                    continue
-                if number == 0:
-                    tier.note_answer(lookup.request_id)
-                if count:
-                    num_found = count
-                    is_slow |= tier.index > 0
-                    break
-            if not num_found:
-                break
-            position += num_found
-        return position, is_known, is_slow
-
-    def _note_request(self, lookup: PrefixLookup) -> None:
-        if len(self._noted_requests) >= _MAX_NOTED_REQUESTS:
-            del self._noted_requests[next(iter(self._noted_requests))]
-        self._noted_requests[lookup.request_id] = None
-        self._unseen.append(lookup)  # counted later: a lookup has no time for it
-        self._wakeup.set()
-
-    def _count_seen(self) -> None:
-        while self._unseen:
-            lookup = self._unseen.popleft()
-            self._saves.seen.note(lookup.request_id, lookup.block_hashes)
 
     # -- worker half ---------------------------------------------------------------------------------------------------
     def register_kv_cache(self, pool: KVPoolMemory) -> None:
@@ -230,7 +191,8 @@ class TieredConnector(KVConnector):
             elif transfer.direction is TransferDirection.LOAD:
                 self._loads.start(transfer)
             else:
-                self._count_seen()
+                while self._lookups.has_unseen:
+                    self._lookups.count_some()
                 self._saves.start(transfer)
         self._tell()
 
@@ -280,8 +242,10 @@ class TieredConnector(KVConnector):
             self._wakeup.clear()
             if self._is_closed:
                 return
+            while self._lookups.has_unseen:
+                with self._mutex:
+                    self._lookups.count_some()
             with self._mutex:
-                self._count_seen()
                 self._settle_children()
                 self._has_news |= self._has_open_question  # a child may have called because of that
                 self._has_open_question = False
@@ -302,7 +266,11 @@ class TieredConnector(KVConnector):
 
         def reopen() -> None:
             for tier in lost:
-                child = self._open_tier(tier)
+                try:
+                    child = self._open_tier(tier)
+                except ConfigError as error:  # such as no room for a store that was there before
+                    logger.warning("tier %s cannot be opened: %s", tier.name, str(error))
+                    continue
                 with self._mutex:
                     if not self._is_closed:
                         tier.connector, child = child, None

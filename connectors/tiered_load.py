@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from connectors.tier import Tier, sub_transfer
-from connectors.tier_set import MAX_RUNS, Report, TierSet
+from connectors.tier_set import MAX_RUNS, Questions, Report, TierSet
 from core.kv.connector import PrefixLookup, Transfer, TransferOutcome, TransferResult
 
 _NOBODY = -1
@@ -91,12 +91,12 @@ class TieredLoads:
 
     def _fetch(self, load: _Load, start: int, end: int, tried: frozenset[int]) -> None:
         """Start runs for blocks start to end, where `tried` have failed at the first."""
-        transfer, block_size = load.transfer, self._block_size
+        transfer = load.transfer
+        questions = Questions(PrefixLookup(transfer.request_id, load.chain, self._block_size))
         position, num_runs = start, 0
         while position < end and num_runs < MAX_RUNS:
             without = tried if position == start else frozenset()
-            question = PrefixLookup(question_id(transfer.request_id, num_runs), load.chain, block_size)
-            tier, count = self._tiers.find_run(question, load.num_ancestors + position, without)
+            tier, count = self._tiers.find_run(questions, load.num_ancestors + position, without)
             if tier is None:
                 break
             stop = min(end, position + count) if count else end
@@ -140,8 +140,3 @@ class TieredLoads:
     def _block_size(self) -> int:
         assert self._tiers.layout is not None, "register_kv_cache comes first"
         return self._tiers.layout.block_size
-
-
-def question_id(request_id: str, number: int) -> str:
-    """The name of a request's number-th question to a tier: stores remember one answer for each name."""
-    return f"{request_id}#{number}" if number else request_id
