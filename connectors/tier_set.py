@@ -72,9 +72,14 @@ class TierSet:
         return now_s + _DEADLINE_SHARE * (transfer.deadline_s - now_s)
 
     def find_run(self, questions: Questions, first: int, without: frozenset[int]) -> tuple[Tier | None, int]:
-        """The fastest tier that has the first-th block, and how many it has from there; else one that may have it, and 0."""
+        """The fastest tier that has the first-th block, and how many it has from there; else one that may have it, and 0.
+
+        Where all say no, the fastest is tried all the same, unless some have been: it may not know yet what a transfer finds out,
+        such as a store that was made anew by another process.
+        """
+        usable = self.usable()
         unknown: Tier | None = None
-        for tier in self.usable():
+        for tier in usable:
             if tier.index in without:
                 continue
             count = tier.count(questions.to(tier), first)
@@ -82,6 +87,8 @@ class TierSet:
                 return tier, count
             if count is None and unknown is None:
                 unknown = tier
+        if unknown is None and usable and not without:
+            unknown = usable[0]
         return unknown, 0
 
     def why(self, outcomes: Iterable[TransferOutcome]) -> TransferOutcome:

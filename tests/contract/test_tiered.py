@@ -60,8 +60,8 @@ class TieredHarness(ConnectorHarness):
             harness.delete(store, block_hash)
 
     def wipe(self, store: str) -> None:
-        for harness in self._harnesses:
-            harness.wipe(store)
+        self._upper.wipe(store)
+        self._lower.wipe(store)
 
     def close(self) -> None:
         super().close()
@@ -84,7 +84,20 @@ class ShmOverRedisHarness(TieredHarness):
 
 
 class WriteBackHarness(ShmOverNvmeHarness):
+    """All blocks are in shared memory until that is nearly full, and go with its last user."""
+
+    is_persistent = False
     more_options = MappingProxyType({"write": "back", "prefetch": True, "staging_bytes": "1MiB"})
+
+    def options(self, store: str, num_blocks: int) -> dict[str, Any]:
+        return {**super().options(store, num_blocks), "shm": self._upper.options(store, num_blocks)}
+
+    def leftovers(self) -> list[str]:
+        return self._upper.leftovers()  # the files' leases of killed processes are found at the next start
+
+    @property
+    def _harnesses(self) -> list[ConnectorHarness]:
+        return [self._upper]
 
 
 class TestShmOverNvme(ConnectorContract):
