@@ -5,6 +5,7 @@ All of it is hints in the records' LAST_USE, shared by the processes of a store.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,6 +14,8 @@ import numpy as np
 from connectors.eviction_policy import FREQUENT, PINNED, TICK_MASK, Slots, counts_as_another_use, create_eviction_policy
 from connectors.index_file import HASH_LOW, LAST_USE, PARENT, STATE_AND_OWNER, IndexFile, SlotState
 from connectors.index_mirror import IndexMirror, hashes_of
+
+logger = logging.getLogger(__name__)
 
 _MAX_PINNED_SHARE = 4  # at most one slot in so many
 
@@ -142,4 +145,9 @@ class SlotRecency:
         """Slots with blocks that are stored and not pinned."""
         records = self._file.records
         is_stored = (records[:, STATE_AND_OWNER] & np.uint64(0xFFFFFFFF)) == SlotState.STORED
-        return np.flatnonzero(is_stored & ((records[:, LAST_USE] & np.uint64(PINNED)) == 0))
+        is_pinned = (records[:, LAST_USE] & np.uint64(PINNED)) != 0
+        if np.count_nonzero(is_pinned) > self._max_pinned:  # damage, which must not fill the store for good
+            logger.warning("dropped all pins: there were more than can be")
+            records[:, LAST_USE] &= ~np.uint64(PINNED)
+            is_pinned[:] = False
+        return np.flatnonzero(is_stored & ~is_pinned)

@@ -7,9 +7,11 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from connectors.index_file import IndexFile, create_index_file
+from connectors.eviction_policy import PINNED
+from connectors.index_file import LAST_USE, IndexFile, create_index_file
 from connectors.registry import create_connector
 from connectors.slot_index import SlotIndex, take_lease_number
 from core.errors import ConfigError
@@ -273,6 +275,12 @@ class TestPins:
             save(index, names(seed, 6))
         assert [index.pin(names(seed, 6)) for seed in range(4)] == [6, 2, 0, 0]
         assert save(index, names(9, 24)) == 24
+
+    def test_damage_that_pins_everything_does_not_fill_the_store_for_good(self, open_store: OpenStore) -> None:
+        index = open_store("lru")
+        save(index, names(1, 32))
+        index.file.records[:, LAST_USE] |= np.uint64(PINNED)
+        assert save(index, names(2, 16)) == 16
 
     def test_slot_of_a_pinned_block_that_was_damaged_is_not_pinned(self, open_store: OpenStore) -> None:
         index = open_store("lru", 4)
