@@ -14,11 +14,12 @@ from typing import Any
 
 from connectors.byte_sizes import with_parsed_sizes
 from core.config import options_from_mapping
-from core.errors import ConfigError
+from core.errors import ConfigError, NotRepresentable
 
 _PREFIX = "connector.options"
 _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _MAX_TIERS = 8
+_HIDDEN = NotRepresentable("(not shown)")  # it may be a tier's password
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,20 +77,24 @@ class TieredOptions:
 def parse_tiered_options(options: Mapping[str, Any]) -> tuple[TieredOptions, list[TierOptions]]:
     """From the free-form mapping. Raises ConfigError with the full name of what is wrong."""
     names = _tier_names(options.get("tiers"))
+    known = {option.name for option in dataclasses.fields(TieredOptions)}
     own: dict[str, Any] = {}
     by_tier: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key, value in options.items():
         tier, dot, leaf = key.partition(".")
         if tier not in by_tier:
             if dot:
-                raise ConfigError(f"{_PREFIX}.{key}", value, f"an option of one of the tiers {', '.join(names)}")
+                raise ConfigError(f"{_PREFIX}.{key}", _HIDDEN, f"an option of one of the tiers {', '.join(names)}")
+            if key not in known:
+                allowed = f"one of the options {', '.join(sorted(known))}, or of the tiers {', '.join(names)}"
+                raise ConfigError(f"{_PREFIX}.{key}", _HIDDEN, allowed)
             own[key] = value
         elif dot:
             by_tier[tier][leaf] = value
         elif isinstance(value, Mapping):
             by_tier[tier].update(value)
         else:
-            raise ConfigError(f"{_PREFIX}.{key}", value, "a mapping of the tier's options, or KEY=VALUE as in shm.name=mine")
+            raise ConfigError(f"{_PREFIX}.{key}", _HIDDEN, "a mapping of the tier's options, or KEY=VALUE as in shm.name=mine")
     own["tiers"] = tuple(names)
     sized = with_parsed_sizes(own, ("staging_bytes",), _PREFIX)
     tiered: TieredOptions = options_from_mapping(TieredOptions, sized, _PREFIX)

@@ -329,6 +329,21 @@ class TestOptions:
         with pytest.raises(ConfigError, match=words):
             create_connector("tiered", options, SteppedClock())
 
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"redis": {"password": "secret"}},
+            {"rediss.password": "secret"},
+            {"none": "secret"},
+            {"tiers": "redis", "redis.pasword": "secret"},
+            {"tiers": "redis", "redis": {"url": "http://:secret@host"}},
+        ],
+    )
+    def test_secret_of_a_tier_is_not_shown_where_an_option_is_refused(self, options: dict[str, object]) -> None:
+        with pytest.raises(ConfigError) as refusal:
+            create_connector("tiered", {"tiers": "none", **options}, SteppedClock())
+        assert "secret" not in str(refusal.value)
+
 
 class TestSeenBlocks:
     def test_count_is_the_number_of_requests(self) -> None:
