@@ -31,8 +31,9 @@ _HEADER_BYTES = 4096
 _RECORDS_OFFSET = _HEADER_BYTES + 4 * NUM_RECENT_CHANGES
 _MAGIC_AND_VERSION = int.from_bytes(b"KVRIDX" + FORMAT_VERSION.to_bytes(2, "little"), "little")
 
-# Words of a record. LAST_USE is only a hint and changes without notice, so the checksum leaves it out.
-STATE_AND_OWNER, HASH_LOW, HASH_HIGH, SEQUENCE, LAST_USE, _SPARE_5, _SPARE_6, CHECKSUM = range(8)
+# Words of a record. LAST_USE is only a hint (see eviction_policy) and changes without notice, so the checksum leaves it out.
+# PARENT: HASH_LOW of the block before this one in its prefix, DEPTH: its position there, from 1 (0: not known).
+STATE_AND_OWNER, HASH_LOW, HASH_HIGH, SEQUENCE, LAST_USE, PARENT, DEPTH, CHECKSUM = range(8)
 _MULTIPLIERS: Words = np.array(
     [
         0x9E3779B97F4A7C15,

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from connectors.byte_sizes import with_parsed_sizes
+from connectors.eviction_policy import check_eviction_policy
 from connectors.file_lock import has_live_lease, locked_directory
 from connectors.index_file import FORMAT_VERSION
-from connectors.slot_connector import PIECE_BYTES, SlotConnector
-from connectors.slot_store import HEADER_PAGE_BYTES, SlotMedium, SlotStore, slot_bytes
+from connectors.slot_connector import SlotConnector
+from connectors.slot_store import HEADER_PAGE_BYTES, PIECE_BYTES, SlotMedium, SlotStore, slot_bytes
 from connectors.store_directory import Segment, StoreDirectory
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.clock import Clock
@@ -44,7 +45,8 @@ class NvmeOptions:
     """path: a directory, created where missing. num_threads move bytes at the same time.
 
     capacity_bytes (a size like 100GiB is fine) bounds the files of one KV layout, index included. A process that finds the store
-    unused resizes it to its own capacity, others take what they find.
+    unused resizes it to its own capacity, others take what they find. eviction: lru, arc (scans do not push out what is used
+    again) or prefix (never a block that a stored one follows); processes should agree on it.
 
     zero_fill: write all of the store once while idle, because a file's first write to a place is slower than the next.
     sync_interval_s: so often the store is synced, which bounds what a power failure takes; 0 leaves it to the kernel.
@@ -55,6 +57,7 @@ class NvmeOptions:
     num_threads: int = 4
     zero_fill: bool = True
     sync_interval_s: float = 0.0
+    eviction: str = "lru"
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -63,6 +66,7 @@ class NvmeOptions:
             raise ConfigError("connector.options.num_threads", self.num_threads, "1 to 64")
         if self.sync_interval_s != 0 and not 0.05 <= self.sync_interval_s <= 3600:
             raise ConfigError("connector.options.sync_interval_s", self.sync_interval_s, "0 (never), or 0.05 to 3600")
+        check_eviction_policy(self.eviction)
 
 
 class NvmeConnector(SlotConnector):
@@ -95,7 +99,7 @@ class NvmeConnector(SlotConnector):
         place = StoreDirectory(Path(self._options.path), name, layout)
         with locked_directory(place.root):
             _remove_other_versions(place.path, layout.fingerprint)
-            store = place.open(self._options.capacity_bytes, _NvmeSegment, _GROW_BYTES)
+            store = place.open(self._options.capacity_bytes, _NvmeSegment, _GROW_BYTES, self._options.eviction)
         if isinstance(store.medium, _NvmeSegment) and store.medium.max_run_slots > 1:
             store.index.num_freed_ahead = min(_MAX_FREED_AHEAD, store.index.file.num_slots // 32)
         return store

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 
 from connectors.available_memory import available_bytes
 from connectors.byte_sizes import readable_bytes, with_parsed_sizes
+from connectors.eviction_policy import check_eviction_policy
 from connectors.memory_pool import MemoryIndexFile, MemoryLease, MemoryMedium, PoolDescriptors, is_memory_lease_alive
 from connectors.pool_members import PoolMember, find_pool, joining
 from connectors.slot_connector import SlotConnector
@@ -36,18 +38,21 @@ class ShmOptions:
     """name: engines of one user and network namespace with the same name and KV layout share a pool of blocks.
 
     capacity_bytes bounds one such pool (a size like 2GiB is fine), all of which is soon taken; who joins a pool in use takes its
-    capacity. num_threads copy at the same time.
+    capacity. num_threads copy at the same time. eviction: lru, arc (scans do not push out what is used again) or prefix (never a
+    block that a stored one follows); processes should agree on it.
     """
 
     name: str = "default"
     capacity_bytes: int = 1024**3
     num_threads: int = 2
+    eviction: str = "lru"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", self.name):
             raise ConfigError("connector.options.name", self.name, "1 to 64 letters, digits, '_', '-', '.'")
         if not 1 <= self.num_threads <= 16:
             raise ConfigError("connector.options.num_threads", self.num_threads, "1 to 16")
+        check_eviction_policy(self.eviction)
 
 
 class ShmConnector(SlotConnector):
@@ -61,7 +66,7 @@ class ShmConnector(SlotConnector):
         self._options = options
 
     def _open_store(self, layout: KVLayout) -> SlotStore:
-        return MemoryPools(self._options.name, self._options.capacity_bytes).open(layout)
+        return MemoryPools(self._options.name, self._options.capacity_bytes, self._options.eviction).open(layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,7 @@ class MemoryPools:
 
     name: str
     capacity_bytes: int
+    eviction: str = "lru"
 
     def open(self, layout: KVLayout, *, create: bool = True) -> SlotStore:
         """Join the pool of this layout, or with `create` make it where there is none.
@@ -83,12 +89,12 @@ class MemoryPools:
             found = find_pool(pool, 2)
             if found:
                 try:
-                    return _open_pool(pool, PoolDescriptors(*found), layout)
+                    return _open_pool(pool, PoolDescriptors(*found), layout, self.eviction)
                 except ConnectorError as error:
                     logger.warning("the pool %s is given up for a new one: %s", pool, str(error))
             if not create:
                 raise FileNotFoundError(errno.ENOENT, "no process has this pool open", pool)
-            return _open_pool(pool, self._create(pool, layout), layout)
+            return _open_pool(pool, self._create(pool, layout), layout, self.eviction)
 
     def _create(self, pool: str, layout: KVLayout) -> PoolDescriptors:
         num_slots = num_slots_within(self.capacity_bytes, layout)
@@ -102,7 +108,7 @@ class MemoryPools:
         return PoolDescriptors.create(pool, layout, num_slots)
 
 
-def _open_pool(pool: str, descriptors: PoolDescriptors, layout: KVLayout) -> SlotStore:
+def _open_pool(pool: str, descriptors: PoolDescriptors, layout: KVLayout, eviction: str) -> SlotStore:
     """Become a member; the descriptors are the store's to close. The caller holds joining().
 
     Raises OSError, or ConnectorError for a pool that is damaged and therefore retired.
@@ -121,7 +127,8 @@ def _open_pool(pool: str, descriptors: PoolDescriptors, layout: KVLayout) -> Slo
                 number = take_lease_number(file)
             lease = MemoryLease(descriptors.index, number)
             undo.callback(lease.release)
-            index = SlotIndex(file, number, lambda other: is_memory_lease_alive(descriptors.index, other), medium.grow, 1)
+            is_alive = functools.partial(is_memory_lease_alive, descriptors.index)
+            index = SlotIndex(file, number, is_alive, medium.grow, 1, eviction)
             index.recover(is_alone=False)
         except ConnectorError:
             descriptors.retire()

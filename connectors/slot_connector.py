@@ -12,6 +12,7 @@ import itertools
 import logging
 import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 _MAX_PIECE_BLOCKS = 256  # two buffers each, below the kernel's limit of 1024 per call
 _REOPEN_PAUSE_S = 1.0
 _CLOSE_MUTEX_TIMEOUT_S = 1.0
+_MAX_PINS = 1024
 _MAX_INLINE_CHANGES = 256  # applied within a lookup; more would take longer than a lookup may
 _CONFIGURATION_FAULTS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL)
 
@@ -61,6 +63,8 @@ class SlotConnector(KVConnector):
     check (removed, cut) is dropped and opened again, at most once per _REOPEN_PAUSE_S; until then every lookup is a miss.
     """
 
+    touches_loaded = True  # a load is a use
+
     def __init__(self, clock: Clock, num_threads: int) -> None:
         self._clock = clock
         self._num_threads = num_threads
@@ -73,6 +77,7 @@ class SlotConnector(KVConnector):
         self._num_errors = 0
         self._num_past_evictions = 0
         self._is_closed = False
+        self._pins: deque[tuple[tuple[bytes, ...], bool]] = deque(maxlen=_MAX_PINS)  # asked for, not done
 
     @abstractmethod
     def _open_store(self, layout: KVLayout) -> SlotStore:
@@ -175,6 +180,25 @@ class SlotConnector(KVConnector):
             num_open_references=num_open + store.index.num_writing,
         )
 
+    # -- for tiers and operators; any thread but the step thread for the first ----------------------------------------------
+    def coldest_runs(self, share: int) -> list[list[bytes]]:
+        """Once the store is nearly full: one in `share` of its blocks, those that would be evicted next. See SlotRecency."""
+        store = self._store
+        if store is None:
+            return []
+        num_slots = store.index.file.num_slots
+        num_blocks = max(1, num_slots // share)
+        if len(store.index.mirror) + num_blocks < num_slots:
+            return []
+        with self._using_store() as opened:
+            return [] if opened is None else opened.index.coldest_runs(num_blocks)
+
+    def pin_prefix(self, block_hashes: Sequence[bytes], *, is_pinned: bool = True) -> bool:
+        """As the interface says: at most a quarter of the slots; pins are marks in the index, so they outlive processes."""
+        self._pins.append((tuple(block_hashes), is_pinned))
+        self._workers.request_background()
+        return True
+
     # -- worker threads ------------------------------------------------------------------------------------------------
     def _execute(self, transfer: Transfer) -> TransferResult:
         if len(transfer.block_ids) != len(transfer.block_hashes) or not all(
@@ -220,9 +244,10 @@ class SlotConnector(KVConnector):
         if damaged:  # would block their keys for good
             index.forget({slots[position]: sequences[position] for position in damaged})
         index.mirror.drop_stale(slots[position] for position in bad if position not in damaged)
-        chain = self._chains.note_transfer(transfer.request_id, names[:num_ok])
-        index.touch_later([*chain, *names[:num_ok]])
-        self._workers.request_background()
+        if self.touches_loaded:
+            chain = self._chains.note_transfer(transfer.request_id, names[:num_ok])
+            index.touch_later([*chain, *names[:num_ok]], names[:num_ok])
+            self._workers.request_background()
         outcome, detail = TransferOutcome.OK, ""
         if num_ok < len(names):
             outcome, detail = self._reason(transfer, progress, num_ok)
@@ -250,7 +275,8 @@ class SlotConnector(KVConnector):
         try:
             self._run_pieces(store, transfer, slots, list(slots), write, progress)
             written = {names[position]: slots[position] for position in progress.written}
-            store.index.publish(written, [*ancestors, *names])
+            hits = [name for position, name in enumerate(names) if position not in slots]
+            store.index.publish(written, [*ancestors, *names], hits)
         finally:
             unfinished = store.index.unpublished(slots.values())
             if unfinished:
@@ -359,6 +385,10 @@ class SlotConnector(KVConnector):
             with self._using_store() as store:
                 if store is None:
                     return False
+                while self._pins:
+                    names, is_pinned = self._pins[0]
+                    (store.index.pin if is_pinned else store.index.unpin)(names)
+                    self._pins.popleft()
                 if store.index.has_untold_uses or not store.index.mirror.refresh():
                     store.index.catch_up()
                 has_more = store.index.file.num_ready_slots < store.index.file.num_slots and store.index.grow_ahead()

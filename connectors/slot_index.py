@@ -16,13 +16,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from connectors.eviction_policy import TICK_MASK
 from connectors.index_file import (
     CHECKSUM,
+    DEPTH,
     HASH_HIGH,
     HASH_LOW,
     LAST_USE,
     MAX_COUNTER,
     NUM_RECENT_CHANGES,
+    PARENT,
     SEQUENCE,
     STATE_AND_OWNER,
     IndexFile,
@@ -31,6 +34,7 @@ from connectors.index_file import (
     record_checksums,
 )
 from connectors.index_mirror import IndexMirror
+from connectors.slot_recency import SlotRecency
 from connectors.slot_runs import in_few_runs
 from core.errors import ConnectorError
 
@@ -40,7 +44,6 @@ _NO_HASH = bytes(16)
 _REPAIR_RECORDS = 65536  # per numpy call
 _UNUSED_RECORDS = 4096  # per look for slots that were never written
 _RUN_WINDOW = 1024  # free slots among which neighbours are looked for
-_VICTIM_BATCH = 4096  # candidates per scan of all records
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class SlotIndex:
 
     The mirror answers lookups. Everything here comes from worker threads and holds the file's lock for a short time; it raises
     OSError (TimeoutError included) or ConnectorError where the index cannot be used. grow(first_slot, end_slot) allocates the
-    slots' place on the medium, grow_step of them where possible, and raises OSError when it cannot.
+    slots' place on the medium, grow_step of them where possible, and raises OSError when it cannot. eviction: a policy's name.
     """
 
     def __init__(
@@ -66,10 +69,10 @@ class SlotIndex:
         is_lease_alive: Callable[[int], bool],
         grow: Callable[[int, int], None],
         grow_step: int,
+        eviction: str = "lru",
     ) -> None:
         """The caller holds the lock under which processes join, and took `lease_number` from take_lease_number."""
         self.file = file
-        self.num_evictions = 0
         self.num_failed_growths = 0
         self.num_freed_ahead = 0  # evicted beyond what a full store needs now, so that there is a choice of neighbours
         self._lease_number = lease_number
@@ -83,10 +86,15 @@ class SlotIndex:
         self._free_hints: deque[int] = deque()
         self._num_frees_scanned = -1
         self._num_used = 0  # slots before this one were written or are being written
-        self._victims: deque[tuple[int, int]] = deque()
-        self._untold_uses: deque[Sequence[bytes]] = deque()
+        self._untold_uses: deque[tuple[Sequence[bytes], Sequence[bytes]]] = deque()
         with file.locked():
             self.mirror = IndexMirror(file)
+        self.recency = SlotRecency(file, self.mirror, eviction)
+
+    @property
+    def num_evictions(self) -> int:
+        """Blocks that this process evicted."""
+        return self.recency.num_evictions
 
     @property
     def num_writing(self) -> int:
@@ -95,10 +103,10 @@ class SlotIndex:
 
     # -- saving --------------------------------------------------------------------------------------------------------
     def reserve(self, block_hashes: Sequence[bytes], ancestors: Sequence[bytes]) -> Reservation:
-        """Get slots for the blocks that are not stored yet, evicting the least recently used, as far as there is room.
+        """Get slots for the blocks that are not stored yet, evicting what the policy says, as far as there is room.
 
-        Neither blocks of the same prefix (ancestors and block_hashes themselves) nor slots in WRITING are evicted. Every new slot
-        must end in publish or release.
+        Neither pinned blocks nor blocks of the same prefix (ancestors and block_hashes themselves) nor slots in WRITING are
+        evicted. Every new slot must end in publish or release.
         """
         with self._changing():
             absent = set(self.mirror.missing(block_hashes))
@@ -106,6 +114,7 @@ class SlotIndex:
             for position, name in enumerate(block_hashes if absent else ()):
                 if name in absent:
                     missing.setdefault(name, position)
+            self.recency.note_missing(missing)
             protected = set(self.mirror.slots_of(block_hashes)) | set(self.mirror.slots_of(ancestors))
             slots = self._take_slots(len(missing), protected)
             self._write_records(slots, SlotState.WRITING, list(missing)[: len(slots)])
@@ -114,8 +123,8 @@ class SlotIndex:
         num_covered = positions[len(slots)] if len(slots) < len(positions) else len(block_hashes)
         return Reservation(num_covered=num_covered, new_slots=dict(zip(positions, slots, strict=False)))
 
-    def publish(self, written: dict[bytes, int], chain: Sequence[bytes]) -> None:
-        """Make written slots (by block hash) visible and touch `chain`, given first block to last.
+    def publish(self, written: dict[bytes, int], chain: Sequence[bytes], hits: Iterable[bytes] = ()) -> None:
+        """Make written slots (by block hash) visible and touch `chain`, given first block to last. hits: see touch.
 
         A block that another saver published meanwhile keeps that one's slot, and ours becomes free.
         """
@@ -124,10 +133,11 @@ class SlotIndex:
             ours = {name: slot for (name, slot), is_ours in zip(written.items(), are_ours, strict=True) if is_ours}
             losers = [slot for name, slot in ours.items() if name in self.mirror]
             winners = {name: slot for name, slot in ours.items() if name not in self.mirror}
-            self._write_records(list(winners.values()), SlotState.STORED, list(winners))
+            self._write_records(list(winners.values()), SlotState.STORED, list(winners), _links(chain, list(winners)))
             self._free(losers)
             self.mirror.refresh(is_locked=True)
-            self._touch(chain)
+            self.recency.touch(chain, hits)
+            self.recency.note_stored(winners)
         self._own_writing.difference_update(written.values())
 
     def unpublished(self, slots: Iterable[int]) -> list[int]:
@@ -152,17 +162,34 @@ class SlotIndex:
         with self._changing():
             pass
 
-    def touch_later(self, chain: Sequence[bytes]) -> None:
+    def touch_later(self, chain: Sequence[bytes], hits: Sequence[bytes] = ()) -> None:
         """Mark blocks as just used, given first to last: tail first, head last, so that parents outlive children.
 
-        Takes no lock. It is done before whatever next changes the index, such as an eviction, in any case by catch_up().
+        hits: those that a request found here, rather than their ancestors, which it may only have been thought to need. Takes no
+        lock. It is done before whatever next changes the index, such as an eviction, in any case by catch_up().
         """
-        self._untold_uses.append(chain)
+        self._untold_uses.append((chain, hits))
 
     @property
     def has_untold_uses(self) -> bool:
         """Whether touch_later() was called, and no change came after it."""
         return bool(self._untold_uses)
+
+    # -- pinning -------------------------------------------------------------------------------------------------------
+    def pin(self, block_hashes: Sequence[bytes]) -> int:
+        """See SlotRecency.pin."""
+        with self._changing():
+            return self.recency.pin(block_hashes)
+
+    def unpin(self, block_hashes: Sequence[bytes]) -> None:
+        """See SlotRecency.unpin."""
+        with self._changing():
+            self.recency.unpin(block_hashes)
+
+    def coldest_runs(self, num_blocks: int) -> list[list[bytes]]:
+        """See SlotRecency.coldest_runs."""
+        with self._changing():
+            return self.recency.coldest_runs(num_blocks)
 
     # -- upkeep --------------------------------------------------------------------------------------------------------
     def recover(self, is_alone: bool) -> None:
@@ -231,7 +258,7 @@ class SlotIndex:
                 self._to_release.clear()
                 self.mirror.refresh(is_locked=True)
                 while self._untold_uses:
-                    self._touch(self._untold_uses.popleft())
+                    self.recency.touch(*self._untold_uses.popleft())
                 yield
                 self.mirror.refresh(is_locked=True)
                 self.file.is_changing = 0
@@ -248,7 +275,8 @@ class SlotIndex:
             highest = max(highest, int(part[is_valid, SEQUENCE].max(initial=0)))
             has_odd_tick = part[:, LAST_USE] >= MAX_COUNTER  # damage: no checksum covers it
             records[np.flatnonzero(has_odd_tick) + start, LAST_USE] = 0
-            highest_tick = max(highest_tick, int(part[~has_odd_tick, LAST_USE].max(initial=0)))
+            ticks = part[~has_odd_tick, LAST_USE] & np.uint64(TICK_MASK)
+            highest_tick = max(highest_tick, int(ticks.max(initial=0)))
         # A jump of the counter past the ring sends every mirror through a full scan.
         self.file.change_counter = max(highest, self.file.change_counter) + NUM_RECENT_CHANGES + 1
         self.file.tick = max(highest_tick, self.file.tick)
@@ -257,8 +285,13 @@ class SlotIndex:
         if torn:
             logger.info("repaired the slot index: %d torn records", len(torn))
 
-    def _write_records(self, slots: Sequence[int], state: SlotState, block_hashes: Sequence[bytes]) -> None:
-        """Give slots a new state. Order matters for readers without the lock: records, then the ring, then the counter."""
+    def _write_records(
+        self, slots: Sequence[int], state: SlotState, block_hashes: Sequence[bytes], links: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Give slots a new state. Order matters for readers without the lock: records, then the ring, then the counter.
+
+        links: PARENT and DEPTH of each.
+        """
         if not slots:
             return
         where = np.asarray(slots, dtype=np.int64)
@@ -267,7 +300,9 @@ class SlotIndex:
         records[:, STATE_AND_OWNER] = state if state is not SlotState.WRITING else state | self._lease_number << 32
         records[:, HASH_LOW : HASH_HIGH + 1] = np.frombuffer(b"".join(block_hashes), dtype=np.uint64).reshape(-1, 2)
         records[:, SEQUENCE] = sequences
-        records[:, LAST_USE] = self.file.records[where, LAST_USE]
+        records[:, LAST_USE] = self.file.records[where, LAST_USE] & np.uint64(TICK_MASK)
+        if links:
+            records[:, [PARENT, DEPTH]] = np.asarray(links, dtype=np.uint64)
         records[:, CHECKSUM] = record_checksums(records)
         self.file.records[where] = records
         self.file.recent_changes[(sequences % np.uint64(NUM_RECENT_CHANGES)).astype(np.int64)] = where
@@ -287,13 +322,6 @@ class SlotIndex:
         are_ours: list[bool] = (states == np.uint64(SlotState.WRITING | self._lease_number << 32)).tolist()
         return are_ours
 
-    def _touch(self, chain: Sequence[bytes]) -> None:
-        slots = self.mirror.slots_of(chain)
-        newest = self.file.tick + len(slots)
-        ticks = np.arange(newest, newest - len(slots), -1).astype(np.uint64)
-        self.file.records[np.asarray(slots, dtype=np.int64), LAST_USE] = ticks
-        self.file.tick = newest
-
     # -- room ----------------------------------------------------------------------------------------------------------
     def _take_slots(self, num_wanted: int, protected: set[int]) -> list[int]:
         """Up to num_wanted slots: free ones, else by growing, else slots of dead writers, else the least recently used."""
@@ -301,16 +329,18 @@ class SlotIndex:
         self._take_free(num_wanted, taken)
         while len(taken) < num_wanted and self._grow(num_wanted - len(taken)):
             self._take_free(num_wanted, taken)
-        if len(taken) < num_wanted and not self._victims and self._reclaim_dead_writers():  # one scan per batch of victims
+        if (
+            len(taken) < num_wanted and not self.recency.has_victims and self._reclaim_dead_writers()
+        ):  # one scan per batch of victims
             self._take_free(num_wanted, taken)
         if len(taken) < num_wanted and self.num_freed_ahead:
             victims: set[int] = set()
-            self._evict(num_wanted - len(taken) + self.num_freed_ahead, victims, protected)
+            self.recency.evict(num_wanted - len(taken) + self.num_freed_ahead, victims, protected)
             self._free(sorted(victims))
             self._free_hints.extend(sorted(victims))
             self._num_frees_scanned = self.file.num_frees  # all free slots are hints: no scan would find more
             self._take_free(num_wanted, taken)
-        self._evict(num_wanted, taken, protected)
+        self.recency.evict(num_wanted, taken, protected)
         if len(taken) < num_wanted:  # nothing to evict either: look for what damage has made of records
             self._free_torn_records(taken)
             self._num_frees_scanned = -1
@@ -380,37 +410,6 @@ class SlotIndex:
             self._free(dead)
         return bool(dead)
 
-    def _evict(self, num_wanted: int, taken: set[int], protected: set[int]) -> None:
-        """Add the least recently used stored slots to taken.
-
-        Candidates of an earlier scan stay exact: whatever was touched or stored since comes after all of them.
-        """
-        num_before = len(taken)
-        has_scanned = False
-        while len(taken) < num_wanted:
-            if not self._victims:
-                if has_scanned:
-                    break
-                has_scanned = True
-                self._find_victims(num_wanted + len(protected) + min(_VICTIM_BATCH, self.file.num_slots // 8))
-                continue
-            found = [self._victims.popleft() for _ in range(min(num_wanted - len(taken), len(self._victims)))]
-            records = self.file.records[[slot for slot, _ in found]]
-            is_stored, last_uses = (records[:, STATE_AND_OWNER] == SlotState.STORED).tolist(), records[:, LAST_USE].tolist()
-            for (slot, tick), stored, last_use in zip(found, is_stored, last_uses, strict=True):
-                if stored and last_use == tick and slot not in protected:
-                    taken.add(slot)
-        self.num_evictions += len(taken) - num_before
-
-    def _find_victims(self, num_wanted: int) -> None:
-        stored = self._slots_in(SlotState.STORED, self.file.num_slots)
-        ticks = self.file.records[stored, LAST_USE]
-        if num_wanted < len(stored):
-            oldest = np.argpartition(ticks, num_wanted)[:num_wanted]
-            stored, ticks = stored[oldest], ticks[oldest]
-        order = np.argsort(ticks, kind="stable")
-        self._victims.extend(zip(stored[order].tolist(), ticks[order].tolist(), strict=True))
-
 
 def _are_possible(records: Words) -> npt.NDArray[np.bool_]:
     """Which records, [n, 8], are whole and say something that a writer says."""
@@ -420,6 +419,17 @@ def _are_possible(records: Words) -> npt.NDArray[np.bool_]:
         (record_checksums(records) == records[:, CHECKSUM]) & has_state & (records[:, SEQUENCE] < MAX_COUNTER)
     )
     return possible
+
+
+def _links(chain: Sequence[bytes], names: Sequence[bytes]) -> list[tuple[int, int]]:
+    """For each of `names`, HASH_LOW of the block before it in the chain and its position there, from 1; (0, 0): not in it."""
+    position_by_name = {name: position for position, name in reversed(list(enumerate(chain)))}
+    links = []
+    for name in names:
+        position = position_by_name.get(name, -1)
+        parent = int.from_bytes(chain[position - 1][:8], "little") if position > 0 else 0
+        links.append((parent, position + 1))
+    return links
 
 
 def take_lease_number(file: IndexFile) -> int:

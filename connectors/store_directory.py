@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from connectors.file_lock import Lease, has_live_lease, is_lease_alive, locked_directory
@@ -49,7 +50,9 @@ class StoreDirectory:
         """The store's own directory."""
         return self.root / self.name
 
-    def open(self, capacity_bytes: int, open_medium: Callable[[Segment], SlotMedium], grow_bytes: int) -> SlotStore:
+    def open(
+        self, capacity_bytes: int, open_medium: Callable[[Segment], SlotMedium], grow_bytes: int, eviction: str = "lru"
+    ) -> SlotStore:
         """Join the store, or create it. The caller holds the root's lock.
 
         A store in use keeps its capacity; an idle one takes ours. A damaged index is replaced: its blocks are lost, which costs
@@ -69,7 +72,8 @@ class StoreDirectory:
             lease = self._take_lease(file)
             medium = open_medium(Segment(self.path / _SEGMENT_NAME, file, self.layout, is_alone, is_new))
             grow_step = max(1, grow_bytes // slot_bytes(self.layout))
-            index = SlotIndex(file, lease.number, lambda number: is_lease_alive(self.path, number), medium.grow, grow_step)
+            is_alive = partial(is_lease_alive, self.path)
+            index = SlotIndex(file, lease.number, is_alive, medium.grow, grow_step, eviction)
             index.recover(is_alone)
         except BaseException:
             if lease is not None:

@@ -269,6 +269,9 @@ class EngineCore:
             self.stats.store_is_reachable = store.is_reachable
             self.stats.store_blocks = store.store_blocks
             self.stats.store_evictions = store.num_evictions
+            self.stats.tier_is_reachable = {tier.name: int(tier.is_reachable) for tier in store.tiers}
+            self.stats.tier_blocks = {tier.name: tier.store_blocks for tier in store.tiers}
+            self.stats.tier_hit_blocks = {tier.name: tier.num_hit_blocks for tier in store.tiers}
 
     def _record_step_gauges(self) -> None:
         self._scheduler.record_gauges()

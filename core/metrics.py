@@ -45,8 +45,14 @@ _LABELLED_COUNTERS = {
     "kv_transfer_bytes": ("KV bytes moved.", "transfer_bytes", "direction"),
     "kv_load_or_recompute": ("Decisions to load or to compute KV that a store has.", "load_or_recompute", "choice"),
     "connector_errors": ("Faults of the store, by call or outcome.", "connector_errors", "kind"),
+    "store_tier_hit_blocks": ("Blocks loaded from one tier of the store.", "tier_hit_blocks", "tier"),
     "request_finished": ("Requests that ended on this node.", "requests_finished", "finished_reason"),
     "step_seconds": ("Time spent in steps.", "step_seconds", "phase"),
+}
+
+_LABELLED_GAUGES = {
+    "store_tier_reachable": ("0 while this tier of the store is known to be away.", "tier_is_reachable", "tier"),
+    "store_tier_blocks": ("Blocks in this tier of the store, as far as this node knows.", "tier_blocks", "tier"),
 }
 
 
@@ -70,6 +76,12 @@ def engine_metric_families(nodes: Sequence[NodeStats]) -> list[Metric]:
             for key, value in getattr(stats, attribute).items():
                 counter.add_metric([*(labels[name] for name in label_names), key], float(value))
         families.append(counter)
+    for name, (text, attribute, key_label) in _LABELLED_GAUGES.items():
+        gauge = GaugeMetricFamily(PREFIX + name, text, labels=[*label_names, key_label])
+        for labels, stats in nodes:
+            for key, value in getattr(stats, attribute).items():
+                gauge.add_metric([*(labels[name] for name in label_names), key], float(value))
+        families.append(gauge)
     return [*families, *_structured_families(nodes, label_names)]
 
 

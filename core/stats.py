@@ -58,3 +58,8 @@ class EngineStats:
     store_evictions: int = 0
     requests_finished: Counts = field(default_factory=dict)
     step_seconds: Durations = field(default_factory=dict)
+
+    # by tier, where the store has several
+    tier_is_reachable: Counts = field(default_factory=dict)  # gauge, 0 or 1
+    tier_blocks: Counts = field(default_factory=dict)  # gauge
+    tier_hit_blocks: Counts = field(default_factory=dict)

@@ -13,6 +13,7 @@ import socket
 import sys
 from pathlib import Path
 
+from connectors.tier_options import parse_tiered_options
 from core.config import Config, user_cache_dir
 from core.errors import ConfigError
 from deploy.child_process import ChildSpec
@@ -25,10 +26,16 @@ def with_connector_defaults(config: Config) -> Config:
     """Where the store is, unless the user has said it. config.router.port is known.
 
     shm: a pool named after the port, so that two clusters on one host do not share one. nvme: in the user's cache directory, so
-    that the next start finds it again.
+    that the next start finds it again. Tiers get the same.
     """
     defaults = {"shm": {"name": f"serve-{config.router.port}"}, "nvme": {"path": str(user_cache_dir() / "kv")}}
     options = defaults.get(config.connector.name, {}) | config.connector.options
+    if config.connector.name == "tiered":
+        by_tier = {tier.name: dict(defaults.get(tier.connector, {})) for tier in parse_tiered_options(options)[1]}
+        for name, tier_defaults in by_tier.items():
+            given = options.get(name, {})
+            by_tier[name] = {**tier_defaults, **given}
+        options = by_tier | {name: value for name, value in options.items() if name not in by_tier}
     return dataclasses.replace(config, connector=dataclasses.replace(config.connector, options=options))
 
 

@@ -131,6 +131,9 @@ class HttpApi:
             if not node.stats.store_is_reachable or node.stats.circuit_is_open:
                 what = "fails again and again" if node.stats.store_is_reachable else "cannot be reached"
                 warnings.append(f"{node.node_id}: its store {node.connector} {what}: prompts are computed anew")
+            lost_tiers = [name for name, is_reachable in node.stats.tier_is_reachable.items() if not is_reachable]
+            if lost_tiers and node.stats.store_is_reachable:
+                warnings.append(f"{node.node_id}: its store {node.connector} goes without {', '.join(lost_tiers)} for now")
         if registry.has_candidate("decode"):
             return json_response({"status": "ok", "warnings": warnings})
         decode_nodes = [node for node in registry.nodes.values() if node.role == "decode"]

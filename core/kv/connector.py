@@ -62,7 +62,8 @@ class TransferResult:
     """A connector's last word on a transfer: the first num_blocks_ok blocks are moved and verified, the rest are not.
 
     moved_bytes counts payload that crossed the medium (a save of a block that the store already holds moves none); duration_s
-    is the time from start_load / start_save to the end on the connector's side, queueing included (0: not measured).
+    is the time from start_load / start_save to the end on the connector's side, queueing included (0: not measured). wants_save:
+    a faster part of the store lacks these loaded blocks and would like them saved, when convenient.
     """
 
     transfer_id: int
@@ -71,6 +72,17 @@ class TransferResult:
     moved_bytes: int = 0
     detail: str = ""
     duration_s: float = 0.0
+    wants_save: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One of several stores behind a connector. num_hit_blocks: loaded from it since the connector's start."""
+
+    name: str
+    is_reachable: bool
+    store_blocks: int
+    num_hit_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +96,7 @@ class ConnectorStats:
     num_errors: int = 0
     is_reachable: bool = True  # False while the store is known to be away: everything is a miss
     num_open_references: int = 0  # slots being written, pins, leases: 0 when nothing is in flight
+    tiers: tuple[TierStats, ...] = ()  # empty for a single store
 
 
 class KVConnector(ABC):
@@ -131,10 +144,20 @@ class KVConnector(ABC):
         """Results since the last call, exactly one for each started transfer in the end. A saved block is visible to
         every process that shares the store before its result is returned."""
 
+    def poll_early_results(self) -> list[TransferResult]:
+        """Outcomes that are certain while the connector still uses the blocks' memory, such as a save that is visible in one
+        of several stores. Each is followed by the transfer's result in poll_transfers; on_result is called for both."""
+        return []
+
     @abstractmethod
     def close(self) -> None:
         """Stop threads and let go of the medium, within seconds and whatever is in flight. Afterwards poll_transfers returns
         the outstanding results (CANCELLED) and no thread touches the pool. Safe to repeat."""
+
+    def pin_prefix(self, block_hashes: Sequence[bytes], *, is_pinned: bool = True) -> bool:
+        """Keep these blocks, a prefix, from eviction (or no longer), as far as the store has room for that; done in the
+        background. False: this store cannot."""
+        return False
 
     def stats(self) -> ConnectorStats:
         """Size and health of the store; cheap."""

@@ -42,7 +42,9 @@ class _Entry:
     transfer: Transfer
     pinned_block_ids: list[int]
     started_s: float
-    is_overdue: bool = False  # its deadline passed: reported as ended, but pinned until the connector lets go of the memory
+    is_awaited: bool  # a save that a handoff waits for
+    is_reported: bool = False  # its outcome is told; what is left are pins, until the connector lets go of the memory
+    is_overdue: bool = False  # its deadline passed before that
 
 
 class TransferLedger:
@@ -75,6 +77,7 @@ class TransferLedger:
         self._num_saves_by_request: dict[str, int] = {}
         self._num_bytes_loading = 0
         self._next_transfer_id = 1
+        self._is_closed = False
         self.cost = LoadOrRecompute()
 
     # -- questions -----------------------------------------------------------------------------------------------------
@@ -145,13 +148,20 @@ class TransferLedger:
                 self._transfer_id_by_loading_hash[block_hash] = transfer_id
         return transfer_id
 
-    def start_save(self, request_id: str, block_ids: Sequence[int], block_hashes: Sequence[bytes]) -> int | None:
-        """Store blocks, pinned until the connector has read them. None: there is no store, or it is not to be asked now."""
+    def start_save(
+        self, request_id: str, block_ids: Sequence[int], block_hashes: Sequence[bytes], *, is_awaited: bool = True
+    ) -> int | None:
+        """Store blocks, pinned until the connector has read them. None: there is no store, or it is not to be asked now.
+
+        is_awaited: the request's handoff is complete only when this has ended.
+        """
         if self._connector is None or not self._breaker.allows(self._clock.now_s()):
             return None
         self._pool.add_references(block_ids)
-        transfer_id = self._start(TransferDirection.SAVE, request_id, block_ids, block_hashes, list(block_ids))
-        if transfer_id is not None:
+        transfer_id = self._start(
+            TransferDirection.SAVE, request_id, block_ids, block_hashes, list(block_ids), is_awaited=is_awaited
+        )
+        if transfer_id is not None and is_awaited:
             self._num_saves_by_request[request_id] = self._num_saves_by_request.get(request_id, 0) + 1
         return transfer_id
 
@@ -162,6 +172,7 @@ class TransferLedger:
         block_ids: Sequence[int],
         block_hashes: Sequence[bytes],
         pins: list[int],
+        is_awaited: bool = False,
     ) -> int | None:
         assert self._connector is not None and len(block_ids) == len(block_hashes)
         now_s = self._clock.now_s()
@@ -183,7 +194,7 @@ class TransferLedger:
             self._record_connector_exception(direction.value, error)
             self._pool.release_references(reversed(pins))
             return None
-        self._entry_by_id[transfer.transfer_id] = _Entry(transfer, pins, now_s)
+        self._entry_by_id[transfer.transfer_id] = _Entry(transfer, pins, now_s, is_awaited)
         return transfer.transfer_id
 
     # -- ending --------------------------------------------------------------------------------------------------------
@@ -195,24 +206,32 @@ class TransferLedger:
         if not self._entry_by_id or self._connector is None:
             return []
         ended = []
+        early: list[TransferResult] = []
+        results: list[TransferResult] = []
         try:
+            early = self._connector.poll_early_results()
             results = self._connector.poll_transfers()
         except Exception as error:
             self._record_connector_exception("poll", error)
-            results = []
+        for result in early:
+            entry = self._entry_by_id.get(result.transfer_id)
+            if entry is not None and not entry.is_reported:
+                ended.append(self._report(entry, result))
         for result in results:
             if (end := self._settle(result)) is not None:
                 ended.append(end)
         now_s = self._clock.now_s()
         for entry in self._entry_by_id.values():
-            if not entry.is_overdue and now_s >= entry.transfer.deadline_s:
-                ended.append(self._give_up(entry, now_s))
+            is_late = not entry.is_overdue and now_s >= entry.transfer.deadline_s
+            if is_late and (end := self._give_up(entry, now_s)) is not None:
+                ended.append(end)
         return ended
 
     def close(self) -> None:
         """Close the connector and take back every pin; afterwards nothing is in flight."""
         if self._connector is None:
             return
+        self._is_closed = True
         try:
             self._connector.close()
             for result in self._connector.poll_transfers():
@@ -226,32 +245,57 @@ class TransferLedger:
             _logger.warning("ignored a result for unknown transfer %d (%s)", result.transfer_id, result.outcome.value)
             return None
         transfer = entry.transfer
+        _count(self._stats.transfer_bytes, transfer.direction.value, result.moved_bytes)
+        end = None
+        if not entry.is_reported:
+            end = self._report(entry, result)
+        elif entry.is_overdue:
+            _count(self._stats.transfer_blocks, f"{transfer.direction.value}.late", len(transfer.block_ids))
+        if transfer.direction is TransferDirection.LOAD:
+            num_ok = self._hash_loaded(transfer, result)  # verified by the connector, so also a late arrival is good content
+            if result.wants_save and num_ok and not (entry.is_overdue or self._is_closed):
+                self.start_save(
+                    transfer.request_id, transfer.block_ids[:num_ok], transfer.block_hashes[:num_ok], is_awaited=False
+                )
+        self._pool.release_references(reversed(entry.pinned_block_ids))
+        return end
+
+    def _report(self, entry: _Entry, result: TransferResult) -> EndedTransfer:
+        """Act on a transfer's outcome, whether or not the connector still uses the blocks' memory."""
+        entry.is_reported = True
+        transfer = entry.transfer
         num_ok = max(0, min(result.num_blocks_ok, len(transfer.block_ids)))
         now_s = self._clock.now_s()
-        if not entry.is_overdue:
-            self._record_outcome(transfer, num_ok, result.outcome, now_s)
-            self._end_saving(transfer)
-        else:
-            _count(self._stats.transfer_blocks, f"{transfer.direction.value}.late", len(transfer.block_ids))
-        _count(self._stats.transfer_bytes, transfer.direction.value, result.moved_bytes)
+        self._record_outcome(transfer, num_ok, result.outcome, now_s)
+        self._end_saving(entry)
         if transfer.direction is TransferDirection.LOAD:
             self._end_loading(transfer)
-            if num_ok and not entry.is_overdue:
+            if num_ok:
                 duration_s = result.duration_s or now_s - entry.started_s
                 self.cost.observe_load(num_ok * self._block_bytes, duration_s)
-            for index in range(num_ok):  # verified by the connector, so also a late arrival is good content
-                self._pool.set_hash(transfer.block_ids[index], transfer.block_hashes[index])
-        self._pool.release_references(reversed(entry.pinned_block_ids))
-        return None if entry.is_overdue else EndedTransfer(transfer, num_ok, result.outcome)
+            self._hash_loaded(transfer, result)
+        return EndedTransfer(transfer, num_ok, result.outcome)
 
-    def _give_up(self, entry: _Entry, now_s: float) -> EndedTransfer:
+    def _hash_loaded(self, transfer: Transfer, result: TransferResult) -> int:
+        """Make the blocks that a load brought findable; how many those are."""
+        num_ok = max(0, min(result.num_blocks_ok, len(transfer.block_ids)))
+        for block_id, block_hash in zip(transfer.block_ids[:num_ok], transfer.block_hashes, strict=False):
+            if self._pool.block_hash(block_id) is None:
+                self._pool.set_hash(block_id, block_hash)
+        return num_ok
+
+    def _give_up(self, entry: _Entry, now_s: float) -> EndedTransfer | None:
+        """At a transfer's deadline: its request need not wait any longer. None when it does not already."""
         entry.is_overdue = True
+        if entry.is_reported:
+            return None
+        entry.is_reported = True
         transfer = entry.transfer
         if transfer.direction is TransferDirection.LOAD:
             self._end_loading(transfer)
             self.cost.observe_load(len(transfer.block_ids) * self._block_bytes, now_s - entry.started_s)
         self._record_outcome(transfer, 0, TransferOutcome.TIMEOUT, now_s)
-        self._end_saving(transfer)
+        self._end_saving(entry)
         return EndedTransfer(transfer, 0, TransferOutcome.TIMEOUT)
 
     def _end_loading(self, transfer: Transfer) -> None:
@@ -264,13 +308,15 @@ class TransferLedger:
         if is_current:
             self._num_bytes_loading -= len(transfer.block_ids) * self._block_bytes
 
-    def _end_saving(self, transfer: Transfer) -> None:
-        if transfer.direction is TransferDirection.SAVE:
-            num_left = self._num_saves_by_request[transfer.request_id] - 1
+    def _end_saving(self, entry: _Entry) -> None:
+        if entry.is_awaited:
+            entry.is_awaited = False
+            request_id = entry.transfer.request_id
+            num_left = self._num_saves_by_request[request_id] - 1
             if num_left:
-                self._num_saves_by_request[transfer.request_id] = num_left
+                self._num_saves_by_request[request_id] = num_left
             else:
-                del self._num_saves_by_request[transfer.request_id]
+                del self._num_saves_by_request[request_id]
 
     def _record_outcome(self, transfer: Transfer, num_ok: int, outcome: TransferOutcome, now_s: float) -> None:
         direction = transfer.direction.value

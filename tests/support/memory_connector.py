@@ -37,6 +37,7 @@ class MemoryConnector(KVConnector):
         self.started: list[Transfer] = []
         self.lookups: list[str] = []  # request ids, in the order they were asked for
         self._results: list[TransferResult] = []
+        self._early_results: list[TransferResult] = []
         self._pool: KVPoolMemory | None = None
 
     def register_kv_cache(self, pool: KVPoolMemory) -> None:
@@ -66,7 +67,13 @@ class MemoryConnector(KVConnector):
         if self.is_immediate:
             self.complete(transfer.transfer_id)
 
-    def complete(self, transfer_id: int, outcome: TransferOutcome = TransferOutcome.OK, num_ok: int | None = None) -> None:
+    def complete(
+        self,
+        transfer_id: int,
+        outcome: TransferOutcome = TransferOutcome.OK,
+        num_ok: int | None = None,
+        wants_save: bool = False,
+    ) -> None:
         """Move the first num_ok blocks (default: all) and report."""
         transfer = self.pending.pop(transfer_id)
         num_ok = len(transfer.block_ids) if num_ok is None else num_ok
@@ -81,11 +88,21 @@ class MemoryConnector(KVConnector):
             else:
                 num_ok, outcome = index, TransferOutcome.MISS
                 break
-        self.report(TransferResult(transfer_id, num_ok, outcome))
+        self.report(TransferResult(transfer_id, num_ok, outcome, wants_save=wants_save))
 
     def report(self, result: TransferResult) -> None:
         """Put any result in the mailbox, also an unknown or a duplicate one."""
         self._results.append(result)
+        if self.on_result is not None:
+            self.on_result()
+
+    def report_early(self, result: TransferResult) -> None:
+        """Announce an outcome while the transfer goes on."""
+        self._early_results.append(result)
+
+    def poll_early_results(self) -> list[TransferResult]:
+        results, self._early_results = self._early_results, []
+        return results
 
     def poll_transfers(self) -> list[TransferResult]:
         self._maybe_fail("poll")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from core.kv.connector import TransferOutcome, TransferResult
+from core.kv.connector import TransferDirection, TransferOutcome, TransferResult
 from tests.support.engine_bench import PREFILL, EngineBench
 from tests.support.fake_runner import oracle_tokens
 from tests.support.memory_connector import MemoryConnector, MemoryStore
@@ -24,8 +24,10 @@ def _disturb(rng: random.Random, connector: MemoryConnector) -> None:
         if roll < 0.3:
             continue
         transfer = connector.pending[transfer_id]
+        if transfer.direction is TransferDirection.SAVE and rng.random() < 0.2:
+            connector.report_early(TransferResult(transfer_id, len(transfer.block_ids), TransferOutcome.OK))
         if roll < 0.8:
-            connector.complete(transfer_id)
+            connector.complete(transfer_id, wants_save=rng.random() < 0.3)
         elif roll < 0.9:
             connector.complete(transfer_id, TransferOutcome.CORRUPT, rng.randrange(len(transfer.block_ids) + 1))
         else:

@@ -141,3 +141,16 @@ def test_choose_ports_both_equal_is_refused() -> None:
     router = dataclasses.replace(RouterOptions(), port=8123, control_port=8123)
     with pytest.raises(ConfigError, match=r"router\.control_port"):
         choose_ports(Config(router=router))
+
+
+def test_connector_defaults_tiers_get_those_of_their_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE_DIR", "/cache")
+    options = {"tiers": "shm,cold,redis", "cold": {"connector": "nvme"}, "shm.capacity_bytes": 7, "write": "back"}
+    assert with_connector_defaults(Config(connector=ConnectorOptions(name="tiered", options=options))).connector.options == {
+        "tiers": "shm,cold,redis",
+        "shm": {"name": "serve-8000"},
+        "shm.capacity_bytes": 7,
+        "cold": {"path": "/cache/kv", "connector": "nvme"},
+        "redis": {},
+        "write": "back",
+    }

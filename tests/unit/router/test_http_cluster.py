@@ -34,6 +34,14 @@ def test_health_warns_of_a_store_that_is_away(cluster: RunningRouter) -> None:
     assert warning == f"{node.node_id}: its store none cannot be reached: prompts are computed anew"
 
 
+def test_health_warns_of_a_tier_that_is_away(cluster: RunningRouter) -> None:
+    node = next(node for node in cluster.nodes if node.role == "decode")
+    node.tier_is_reachable = {"fast": 1, "slow": 0}
+    wait_until(lambda: bool(httpx.get(f"{cluster.url}/health").json()["warnings"]), "the heartbeat says so")
+    (warning,) = httpx.get(f"{cluster.url}/health").json()["warnings"]
+    assert warning == f"{node.node_id}: its store none goes without slow for now"
+
+
 def test_drain_without_a_name_is_no_path_and_drains_nobody(cluster: RunningRouter) -> None:
     for path in ("/drain", "/drain/", "/drain/nobody"):
         answer = httpx.post(f"{cluster.url}{path}", json={"node_id": "decode-1"})
