@@ -51,8 +51,8 @@ _MAX_OUTSTANDING = 2  # objects of one save: headers of the second are computed 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
-    """address: HOST:PORT of a running Ray (`ray start --head` prints it). node_ip: the --node-ip-address of the Ray node on this host,
-    where that was given. auth: how that Ray was started, "disabled" or "token" (RAY_AUTH_MODE).
+    """address: HOST:PORT of a running Ray, as `ray start --head` prints it. node_ip: the --node-ip-address of the Ray node on
+    this host, where that was given. auth: how that Ray was started, "disabled" or "token" (RAY_AUTH_MODE).
 
     namespace separates stores. capacity_bytes bounds one store on one node, and is taken from that node's object store memory;
     object_bytes the objects in it: a save that is larger becomes several. A store ends linger_s after its last user.
@@ -131,8 +131,9 @@ class RayConnector(KVConnector):
 
     # -- worker half ---------------------------------------------------------------------------------------------------
     def register_kv_cache(self, pool: KVPoolMemory) -> None:
-        """Begin to connect, and start the threads. A Ray that cannot be reached now is used when it can. Raises ConnectorError where
-        the pool's memory cannot be shared."""
+        """Begin to connect, and start the threads. A Ray that cannot be reached now is used when it can.
+
+        Raises ConnectorError where the pool's memory cannot be shared."""
         options, layout = self._options, pool.layout
         self._pool, self._layout = pool, layout
         self._pool_descriptor = open_shared(pool)
@@ -239,9 +240,7 @@ class RayConnector(KVConnector):
     def _load(self, connection: DirectoryConnection, transfer: Transfer) -> TransferResult:
         names, epoch = transfer.block_hashes, self._known.epoch
         ancestors = self._chains.note_transfer(transfer.request_id, names)
-        answer, status = connection.stream.ask(
-            Operation.LOCATE, pack_chain(ancestors, names), len(names) * LOCATED_BLOCK.size
-        )
+        answer, status = connection.stream.ask(Operation.LOCATE, pack_chain(ancestors, names), len(names) * LOCATED_BLOCK.size)
         self._ready_link.note_status(status)
         places = list(LOCATED_BLOCK.iter_unpack(answer))
         num_placed = next((position for position, (offset, _) in enumerate(places) if offset == ABSENT), len(names))
@@ -330,7 +329,9 @@ class RayConnector(KVConnector):
         block_ids = [transfer.block_ids[position] for position in group]
         connection.stream.send(Operation.PUT, pack_put(names, block_ids, kept))
         fingerprint = self._layout.fingerprint
-        headers = [pack_block_header(fingerprint, name, self._pool.block(number)) for name, number in zip(names, block_ids, strict=True)]
+        headers = [
+            pack_block_header(fingerprint, name, self._pool.block(number)) for name, number in zip(names, block_ids, strict=True)
+        ]
         connection.stream.send(Operation.HEADERS, b"".join(headers))
 
     # -- connections ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""An engine's way to the directory of its Ray node: connections, the object store's memory, and the program that makes a directory.
+"""An engine's way to the directory of its Ray node: connections, the object store's memory, and how one is made.
 
 Ray itself is not loaded here: a driver that loses its Ray may end or hang the process around it, with the engine in it.
 """

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ import numpy as np
 from connectors.ray_messages import VERSION, socket_address
 from connectors.ray_put_queue import ObjectMedium
 from connectors.ray_server import BorrowedBlocks, DirectoryServer, Peers
-from connectors.stored_block import BLOCK_HEADER_BYTES
 
 logger = logging.getLogger(__name__)
 
 RAY_NAMESPACE = "kvrelay"
-_PIECE_BYTES = 512 * 1024  # larger arrays are copied by six threads each, which on few cores is slower
+# Ray copies an array of more than 1 MiB with six threads, which costs more than it gains unless the array is much larger.
+_PIECE_BYTES = 1024 * 1024
+_MIN_SHARED_BYTES = 8 * 1024 * 1024
 _PREPARED_BYTES = 64 * 1024 * 1024  # ahead of what is used
 _PREPARE_STEP_BYTES = 4 * 1024 * 1024
 _MADV_POPULATE_WRITE = 23
@@ -38,6 +40,16 @@ _PEERS_INTERVAL_S = 2.0
 _PROBE_INTERVAL_S = 0.2
 _INIT_TIMEOUT_S = 15.0
 _NUM_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RayHandle:
+    """Keeps an object: the reference, which owns it, and the mapped arrays. How its blocks lie in these."""
+
+    reference: Any
+    arrays: Any
+    run_sizes: list[int]
+    block_bytes: int
 
 
 class RayMedium(ObjectMedium):
@@ -57,40 +69,37 @@ class RayMedium(ObjectMedium):
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-    def make(self, blocks: Sequence[memoryview]) -> tuple[Any, list[int]] | None:
+    def make(self, runs: Sequence[memoryview], block_bytes: int) -> tuple[Any, list[int]] | None:
         """Raises what Ray raises."""
-        pieces = [
-            np.frombuffer(block[start : start + _PIECE_BYTES], dtype=np.uint8)
-            for block in blocks
-            for start in range(0, len(block), _PIECE_BYTES)
-        ]
+        pieces: list[Any] = []
+        for run in runs:
+            step = len(run) if len(run) >= _MIN_SHARED_BYTES else _PIECE_BYTES
+            pieces += [np.frombuffer(run[start : start + step], dtype=np.uint8) for start in range(0, len(run), step)]
         reference = self._ray.put(pieces)
         arrays = self._ray.get(reference, timeout=_PUT_TIMEOUT_S)
-        offsets = self.offsets_of(arrays, [len(block) for block in blocks])
+        run_sizes = [len(run) for run in runs]
+        offsets = self.offsets_in(arrays, run_sizes, block_bytes)
         if offsets is None:
             return None
-        self._num_used_bytes = max(self._num_used_bytes, offsets[-1] + len(blocks[-1]))
-        return (reference, arrays), offsets
+        self._num_used_bytes = max(self._num_used_bytes, offsets[-1] + block_bytes)
+        return RayHandle(reference, arrays, run_sizes, block_bytes), offsets
 
-    def offsets_of(self, arrays: Sequence[Any], sizes: Sequence[int]) -> list[int] | None:
-        """Where blocks of these sizes begin that the arrays hold in pieces; None when it is not in the object store's memory (Ray
-        puts what does not fit there into files)."""
-        offsets = []
-        remaining = iter(arrays)
-        for size in sizes:
-            begin = position = None
-            end = 0
-            while begin is None or position - begin < size:
-                array = next(remaining)
-                address = _address_of(array)
-                if begin is None:
-                    begin = position = address
-                if address != position:
+    def offsets_in(self, arrays: Sequence[Any], run_sizes: Sequence[int], block_bytes: int) -> list[int] | None:
+        """Where each block of these runs begins, which the arrays hold in pieces; None: not in the object store's memory
+        (Ray puts what does not fit there into files)."""
+        spans = iter([(_address_of(array), len(array)) for array in arrays])
+        offsets: list[int] = []
+        for run_bytes in run_sizes:
+            begin, num_bytes = next(spans)
+            end = begin + num_bytes
+            while end - begin < run_bytes:
+                address, num_bytes = next(spans)
+                if address != end:
                     return None
-                position = end = address + len(array)
+                end += num_bytes
             if not self._start <= begin <= end <= self._end:
                 return None
-            offsets.append(begin - self._start)
+            offsets += range(begin - self._start, end - self._start, block_bytes)
         return offsets
 
     def prepare(self) -> bool:
@@ -153,13 +162,13 @@ class RayPeers(Peers):
     def fetch(self, key: str, names: Sequence[bytes], timeout_s: float) -> BorrowedBlocks:
         borrowed = BorrowedBlocks({}, [])
         deadline_s = time.monotonic() + timeout_s
-        for references, all_sizes, places in self._ask_all(lambda actor: actor.share.remote(key, list(names)), timeout_s / 2):
+        for references, layouts, places in self._ask_all(lambda actor: actor.share.remote(key, list(names)), timeout_s / 2):
             try:
                 values = self._ray.get(references, timeout=max(0.001, deadline_s - time.monotonic()))
             except Exception as error:  # the boundary to Ray
                 logger.warning("blocks of another node were not had: %r", error)
                 continue
-            offsets = [self._medium.offsets_of(value, sizes) for value, sizes in zip(values, all_sizes, strict=True)]
+            offsets = [self._medium.offsets_in(value, *layout) for value, layout in zip(values, layouts, strict=True)]
             borrowed.keeper.append((references, values))
             for name, (number, position, header) in zip(names, places, strict=True):
                 if number >= 0 and (found := offsets[number]) is not None:
@@ -213,19 +222,15 @@ class Directory:
         """Which of these blocks are stored here."""
         return bytes(place is not None for place in self._server.places(key, names))
 
-    def share(self, key: str, names: list[bytes]) -> tuple[list[Any], list[list[int]], list[tuple[int, int, bytes]]]:
-        """References to the objects that hold these blocks, the sizes of each one's blocks, and for each name its object's number
-        (-1: not here), position and header."""
+    def share(self, key: str, names: list[bytes]) -> tuple[list[Any], list[tuple[list[int], int]], list[tuple[int, int, bytes]]]:
+        """References to the objects that hold these blocks; the runs and the block size of each; and for each name its object's
+        number (-1: not here), its position there and its header."""
         found = self._server.places(key, names)
-        objects = list({place[0]: None for place in found if place})
-        numbers = {stored: number for number, stored in enumerate(objects)}
-        handles = [stored.handle for stored in objects]
-        usable = {number for number, handle in enumerate(handles) if handle is not None}
-        places = [
-            (numbers[place[0]], place[1], place[2]) if place and numbers[place[0]] in usable else (-1, 0, b"") for place in found
-        ]
-        sizes = [[stored.num_bytes // len(stored.offsets) - BLOCK_HEADER_BYTES] * len(stored.offsets) for stored in objects]
-        return [handle and handle[0] for handle in handles], sizes, places
+        handles = {place[0]: handle for place in found if place and (handle := place[0].handle)}  # or it is being dropped
+        numbers = {stored: number for number, stored in enumerate(handles)}
+        places = [(numbers[place[0]], place[1], place[2]) if place and place[0] in numbers else (-1, 0, b"") for place in found]
+        layouts = [(handle.run_sizes, handle.block_bytes) for handle in handles.values()]
+        return [handle.reference for handle in handles.values()], layouts, places
 
 
 def _actor_name(node_id: str) -> str:

@@ -62,10 +62,11 @@ class RayLink:
         self._known = known
         self._batch_size = batch_size
         self._on_news = on_news
-        self._condition = threading.Condition()  # of the five below
+        self._condition = threading.Condition()  # of the six below
         self._questions: dict[str, _Question] = {}
         self._being_answered: frozenset[str] = frozenset()
         self._state = LinkState.CONNECTING
+        self._is_kicked = False
         self._is_closing = False
         self._last_status: StoreStatus | None = None
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -104,10 +105,16 @@ class RayLink:
 
     # -- worker threads ------------------------------------------------------------------------------------------------
     def wait_up(self) -> bool:
-        """Whether there is a directory; waits for a moment only."""
+        """Whether there is a directory; tries it now, but waits for a moment only."""
         with self._condition:
-            self._condition.wait_for(lambda: self._state is not LinkState.CONNECTING or self._is_closing, 2 * _PATIENCE_S)
+            if self._state is not LinkState.UP and not self._is_closing:
+                self._is_kicked = True
+                self._condition.notify_all()
+                self._condition.wait_for(self._is_decided, 2 * _PATIENCE_S)
             return self._state is LinkState.UP
+
+    def _is_decided(self) -> bool:
+        return self._state is LinkState.UP or self._is_closing or (self._state is LinkState.DOWN and not self._is_kicked)
 
     def note_status(self, status: StoreStatus) -> None:
         """Take the status of an answer, from any connection. An epoch ends when blocks have gone since the last."""
@@ -151,7 +158,10 @@ class RayLink:
                 with self._condition:
                     if is_late and self._state is not LinkState.DOWN:
                         self._set_state(LinkState.DOWN)
-                    self._condition.wait_for(lambda: self._is_closing, _FAILED_RETRY_S if self._last_complaint else _RETRY_S)
+                    self._is_kicked = False
+                    self._condition.notify_all()
+                    pause_s = _FAILED_RETRY_S if self._last_complaint else _RETRY_S
+                    self._condition.wait_for(lambda: self._is_kicked or self._is_closing, pause_s)
                 continue
             self._starter.stop()
             with self._condition:

@@ -28,8 +28,10 @@ class ObjectMedium(ABC):
     num_bytes: int
 
     @abstractmethod
-    def make(self, blocks: Sequence[memoryview]) -> tuple[Any, list[int]] | None:
-        """One object of these blocks: what keeps it, and where each block begins. None: there is no room. May raise anything."""
+    def make(self, runs: Sequence[memoryview], block_bytes: int) -> tuple[Any, list[int]] | None:
+        """One object of these runs of blocks: what keeps it, and where each block begins. None: there is no room.
+
+        May raise anything."""
 
     @abstractmethod
     def prepare(self) -> bool:
@@ -44,7 +46,9 @@ class PutJob:
     """
 
     index: StoreIndex
-    blocks: Sequence[memoryview]
+    runs: Sequence[memoryview]  # of blocks that lie together in the pool
+    num_blocks: int
+    block_bytes: int
     max_object_bytes: int
     is_done: threading.Event = field(default_factory=threading.Event)
     is_abandoned: bool = False
@@ -53,7 +57,7 @@ class PutJob:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.blocks) * self.index.bytes_per_block
+        return self.num_blocks * self.index.bytes_per_block
 
 
 class PutQueue:
@@ -102,14 +106,13 @@ class PutQueue:
                 dropped, self._dropped = self._dropped, []
                 jobs = self._take_jobs()
                 self._busy_since_s = time.monotonic()
-            for stored in dropped:
-                stored.handle = None  # the last reference: Ray frees it
-            del dropped
             if jobs:
                 self._make(jobs)
                 has_more = True
             elif has_more:
                 has_more = self._medium.prepare()
+            for stored in dropped:  # after the object, for which there is room without them: its writer waits
+                stored.handle = None  # the last reference: Ray frees it
             with self._mutex:
                 self._busy_since_s = None
 
@@ -120,7 +123,7 @@ class PutQueue:
         while self._jobs:
             job = self._jobs[0]
             if job.is_abandoned:
-                job.index.cancel(len(job.blocks))
+                job.index.cancel(job.num_blocks)
                 self._jobs.popleft()
                 continue
             if jobs and (job.index is not jobs[0].index or num_bytes + job.num_bytes > job.max_object_bytes):
@@ -131,7 +134,7 @@ class PutQueue:
 
     def _make(self, jobs: list[PutJob]) -> None:
         try:
-            made = self._medium.make([block for job in jobs for block in job.blocks])
+            made = self._medium.make([run for job in jobs for run in job.runs], jobs[0].block_bytes)
         except Exception as error:  # the boundary to Ray: whatever it raises, these blocks are not stored
             logger.warning("no object could be made: %r", error)
             made = None
@@ -139,7 +142,7 @@ class PutQueue:
             index = jobs[0].index
             if made is None:
                 for job in jobs:
-                    index.cancel(len(job.blocks))
+                    index.cancel(job.num_blocks)
             else:
                 handle, offsets = made
                 stored = StoredObject(handle, offsets, sum(job.num_bytes for job in jobs), num_pins=len(jobs))
@@ -147,10 +150,10 @@ class PutQueue:
                 first = 0
                 for job in jobs:
                     job.stored, job.first = stored, first
-                    first += len(job.blocks)
+                    first += job.num_blocks
                     if job.is_abandoned:
                         index.unpin(stored)
                 self.drop(index)
         for job in jobs:
-            job.blocks = ()
+            job.runs = ()
             job.is_done.set()

@@ -186,7 +186,9 @@ class DirectoryServer:
             try:
                 hello = json.loads(body)
                 key = f"{hello['namespace']}/{bytes.fromhex(hello['layout']).hex()}"
-                numbers = [int(hello[name]) for name in ("block_bytes", "stride_bytes", "num_blocks", "capacity_bytes", "object_bytes")]
+                numbers = [
+                    int(hello[name]) for name in ("block_bytes", "stride_bytes", "num_blocks", "capacity_bytes", "object_bytes")
+                ]
                 linger_s, timeout_s = float(hello["linger_s"]), float(hello["op_timeout_s"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ConnectorError(f"HELLO is not understood: {error!r}") from error
@@ -299,10 +301,8 @@ class DirectoryServer:
                 num_granted = index.reserve(len(names), kept, room_bytes)
                 self._puts.drop(index)
                 if num_granted:
-                    view = memoryview(pool)
-                    starts = [block_id * stride_bytes for block_id in block_ids[:num_granted]]
-                    blocks = [view[start : start + session.block_bytes] for start in starts]
-                    job = PutJob(index, blocks, session.object_bytes)
+                    runs = _runs(memoryview(pool), block_ids[:num_granted], stride_bytes, session.block_bytes)
+                    job = PutJob(index, runs, num_granted, session.block_bytes, session.object_bytes)
                     self._puts.add(job)
         try:
             headers = self._receive_headers(session, len(names))
@@ -326,3 +326,15 @@ class DirectoryServer:
         if operation is not Operation.HEADERS or len(body) != count * BLOCK_HEADER_BYTES:
             raise ConnectorError("PUT without its headers")
         return [body[start : start + BLOCK_HEADER_BYTES] for start in range(0, len(body), BLOCK_HEADER_BYTES)]
+
+
+def _runs(pool: memoryview, block_ids: Sequence[int], stride_bytes: int, block_bytes: int) -> list[memoryview]:
+    """The blocks, those that lie together without a gap as one."""
+    runs: list[tuple[int, int]] = []
+    for block_id in block_ids:
+        start = block_id * stride_bytes
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], start + block_bytes)
+        else:
+            runs.append((start, start + block_bytes))
+    return [pool[start:end] for start, end in runs]
