@@ -122,17 +122,17 @@ class DirectoryStarter:
     def __init__(self, address: str, node_ip: str, auth: str, linger_s: float) -> None:
         self._claim_address = socket_address(address, node_ip) + b"-starting"
         self._options = json.dumps({"address": address, "node_ip": node_ip, "auth": auth, "linger_s": linger_s})
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._claim: socket.socket | None = None
-        self.last_failure = ""
+        self.last_failure = ""  # of the program, in one line
 
     def ensure(self) -> None:
         """Start the program, unless ours or somebody else's runs. Raises OSError where it cannot be started."""
         if self._process is not None:
-            if self._process.poll() is None:
+            has_ended = self._process.poll() is not None
+            self._read_failure(self._process)
+            if not has_ended:
                 return
-            output = self._process.communicate()[0].strip()
-            self.last_failure = output.splitlines()[-1] if output and self._process.returncode else ""
             self.stop()
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
@@ -143,13 +143,20 @@ class DirectoryStarter:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                text=True,
+                bufsize=0,
             )
             self._claim = claim
         except OSError as error:
             claim.close()
             if error.errno != errno.EADDRINUSE:  # else another engine's program is at it
                 raise
+
+    def _read_failure(self, process: subprocess.Popen[bytes]) -> None:
+        """What the program has printed: why there is no directory yet."""
+        assert process.stdout is not None
+        if select.select([process.stdout], [], [], 0)[0]:
+            lines = os.read(process.stdout.fileno(), 65536).decode(errors="replace").split("\n")
+            self.last_failure = next((line for line in reversed(lines) if line), self.last_failure)
 
     def stop(self) -> None:
         """End the program. Safe to repeat."""

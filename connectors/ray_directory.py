@@ -295,11 +295,15 @@ def _make_actor(ray: Any, options: dict[str, Any]) -> None:
 
 def _wait_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
+    has_told = False
     while True:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
             return
-        except OSError:
+        except OSError as error:
+            if not has_told:
+                print(f"no Ray at {address} ({error}); `ray start --head --port {port}` starts one", flush=True)
+                has_told = True
             time.sleep(_PROBE_INTERVAL_S)
 
 
@@ -309,7 +313,7 @@ def _end_with_input() -> None:
 
 
 def _fail(reason: str) -> None:
-    print(reason, flush=True)
+    print(" ".join(reason.split()), flush=True)
     os._exit(1)
 
 

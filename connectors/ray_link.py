@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _STATUS_INTERVAL_S = 1.0
 _RETRY_S = 0.05
-_FAILED_RETRY_S = 0.5
+_FAILED_RETRY_S = 0.2
 _PATIENCE_S = 0.25  # for a connection that should be there at once
 _MAX_QUESTIONS = 4096
 
@@ -164,6 +164,7 @@ class RayLink:
                     self._condition.wait_for(lambda: self._is_kicked or self._is_closing, pause_s)
                 continue
             self._starter.stop()
+            self._starter.last_failure = ""
             with self._condition:
                 self._last_status = None
             self._known.begin_epoch()
@@ -197,7 +198,7 @@ class RayLink:
             except OSError as error:
                 self._complain(f"no directory can be started: {error}")
             if self._starter.last_failure:
-                self._complain(f"no directory can be made in Ray: {self._starter.last_failure}")
+                self._complain(f"no directory yet: {self._starter.last_failure}")
         except (OSError, ConnectorError) as error:
             self._complain(f"the directory does not serve: {error}")
         return None

@@ -144,9 +144,9 @@ class DirectoryServer:
                     del self._stores[key]
                     store.index.clear()
                     self._puts.drop(store.index)
-            if self._num_connections or self._stores:
+            if self._num_connections:
                 self._unused_since_s = now_s
-            return now_s - self._unused_since_s >= self._linger_s
+            return not self._stores and now_s - self._unused_since_s >= self._linger_s
 
     def _serve(self, connected: socket.socket) -> None:
         stream = FrameStream(connected, _SEND_TIMEOUT_S)

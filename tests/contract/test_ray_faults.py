@@ -6,6 +6,7 @@ to the pool after a result, and the store is used again soon after it is well.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import socket
@@ -33,7 +34,7 @@ from tests.support.ray_node import IS_INSTALLED, MIB, RayNode
 pytestmark = pytest.mark.skipif(not IS_INSTALLED, reason="Ray is not installed")
 
 OP_TIMEOUT_S = 1.0
-LINGER_S = 3.0
+LINGER_S = 2.0
 # A machine with other work: what is bounded by OP_TIMEOUT_S, or takes Ray two seconds, must not take many times that.
 PATIENCE_S = 30.0
 FAILURES = {TransferOutcome.ERROR, TransferOutcome.TIMEOUT}
@@ -271,7 +272,8 @@ def test_garbage_on_the_directorys_socket_does_not_disturb_the_others(bench: Ben
             stranger.sendall(garbage)
             stranger.shutdown(socket.SHUT_WR)
             stranger.settimeout(PATIENCE_S)
-            assert stranger.recv(64) == b""  # it ends the connection
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(64) == b""  # it ends the connection
     assert node.load(chain(1, 8)).num_blocks_ok == 8
 
 
