@@ -151,7 +151,9 @@ class RayConnector(KVConnector):
         }
         self._door = DirectoryDoor(options.address, options.node_ip, hello, options.op_timeout_s)
         starter = DirectoryStarter(options.address, options.node_ip, options.auth, options.linger_s)
-        self._link = RayLink(self._door, starter, self._known, options.lookup_batch_size, self._notify)
+        self._link = RayLink(
+            self._door, starter, self._known, options.lookup_batch_size, self._notify, self._drop_idle_connections
+        )
         self._link.start()
         self._workers.start_threads(options.num_threads, "kv-ray")
         logger.info("KV goes to Ray at %s, namespace %s", options.address, options.namespace)
@@ -180,11 +182,9 @@ class RayConnector(KVConnector):
             self._workers.close()
             if self._link is not None and not self._link.close(CLOSE_TIMEOUT_S):
                 logger.warning("a thread of the ray connector hangs and is left behind")
+            self._drop_idle_connections()
             with self._mutex:
-                connections, self._idle_connections = self._idle_connections, []
                 descriptor, self._pool_descriptor = self._pool_descriptor, -1
-            for connection in connections:
-                connection.stream.close()
             if descriptor >= 0:
                 os.close(descriptor)
 
@@ -260,7 +260,8 @@ class RayConnector(KVConnector):
             detail = f"block {names[num_ok].hex()} is not what its name says"
             return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.CORRUPT, moved_bytes, detail)
         reason = self._workers.should_stop(transfer) if num_ok < num_placed else None
-        return TransferResult(transfer.transfer_id, num_ok, reason or TransferOutcome.MISS, moved_bytes, "not stored")
+        detail = "given up before the end" if reason else "not stored"
+        return TransferResult(transfer.transfer_id, num_ok, reason or TransferOutcome.MISS, moved_bytes, detail)
 
     def _copy_out(
         self, connection: DirectoryConnection, transfer: Transfer, places: Sequence[tuple[int, bytes]]
@@ -356,6 +357,13 @@ class RayConnector(KVConnector):
             if not is_closed:
                 self._idle_connections.append(connection)
         if is_closed:
+            connection.stream.close()
+
+    def _drop_idle_connections(self) -> None:
+        """They would keep the memory of an object store that has ended."""
+        with self._mutex:
+            connections, self._idle_connections = self._idle_connections, []
+        for connection in connections:
             connection.stream.close()
 
     def _notify(self) -> None:

@@ -49,7 +49,7 @@ class DirectoryConnection:
 
     def is_stale(self) -> bool:
         """Whether an idle connection was closed by the other end."""
-        return bool(select.select([self.stream], [], [], 0)[0])
+        return is_readable(self.stream.fileno())
 
 
 class DirectoryDoor:
@@ -154,7 +154,7 @@ class DirectoryStarter:
     def _read_failure(self, process: subprocess.Popen[bytes]) -> None:
         """What the program has printed: why there is no directory yet."""
         assert process.stdout is not None
-        if select.select([process.stdout], [], [], 0)[0]:
+        if is_readable(process.stdout.fileno()):
             lines = os.read(process.stdout.fileno(), 65536).decode(errors="replace").split("\n")
             self.last_failure = next((line for line in reversed(lines) if line), self.last_failure)
 
@@ -168,3 +168,10 @@ class DirectoryStarter:
         if self._claim is not None:
             self._claim.close()
             self._claim = None
+
+
+def is_readable(descriptor: int) -> bool:
+    """Whether something can be read now, an end included."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(0))

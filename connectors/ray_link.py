@@ -47,7 +47,7 @@ class _Question:
 
 
 class RayLink:
-    """Answers questions into `known`, and calls on_news after that."""
+    """Answers questions into `known`, and calls on_news after that; on_lost, when the directory may have ended."""
 
     def __init__(
         self,
@@ -56,12 +56,14 @@ class RayLink:
         known: KnownBlocks,
         batch_size: int,
         on_news: Callable[[], None],
+        on_lost: Callable[[], None],
     ) -> None:
         self._door = door
         self._starter = starter
         self._known = known
         self._batch_size = batch_size
         self._on_news = on_news
+        self._on_lost = on_lost
         self._condition = threading.Condition()  # of the six below
         self._questions: dict[str, _Question] = {}
         self._being_answered: frozenset[str] = frozenset()
@@ -173,6 +175,7 @@ class RayLink:
                 self._set_state(LinkState.UP)
             self._serve(connection)
             connection.stream.close()
+            self._on_lost()
             self._known.begin_epoch()
             with self._condition:
                 self._being_answered = frozenset()
