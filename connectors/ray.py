@@ -1,7 +1,7 @@
 """The `ray` connector: KV in Ray's object store, shared by all engines of a Ray node, and by other nodes through Ray.
 
-A directory actor on each node owns the objects. Engines copy blocks out of the object store's memory themselves, and verify what
-they copied; blocks to be stored are read by the directory, out of the engine's pool. ray_client reaches it, ray_link asks it.
+A directory actor on each node owns the objects. Whatever Ray does costs misses and never more than bounded waits. ray_client
+reaches the directory, ray_link asks it what is there, ray_lane moves blocks; the actor itself is in ray_directory.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from connectors.byte_sizes import with_parsed_sizes
 from connectors.known_blocks import KnownBlocks
 from connectors.prefix_chains import PrefixChains
 from connectors.ray_client import DirectoryConnection, DirectoryDoor, DirectoryStarter
+from connectors.ray_lane import RayLane
 from connectors.ray_link import LinkState, RayLink
-from connectors.ray_messages import ABSENT, LOCATED_BLOCK, Operation, pack_chain, pack_names, pack_put
 from connectors.shared_pool import open_shared
-from connectors.stored_block import BlockCheck, check_block, pack_block_header
+from connectors.stored_block import BlockCheck
 from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed
 from core.clock import Clock
 from core.config import options_from_mapping
@@ -45,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}")
-_PIECE_BYTES = 3 * 1024 * 1024  # one thread's share of a load
-_MAX_OUTSTANDING = 2  # objects of one save: headers of the second are computed while the first is made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +133,7 @@ class RayConnector(KVConnector):
         options, layout = self._options, pool.layout
         self._pool, self._layout = pool, layout
         self._pool_descriptor = open_shared(pool)
-        self._pool_bytes = np.frombuffer(pool.buffer, dtype=np.uint8)
+        self._lane = RayLane(pool, options.object_bytes, self._workers.run_jobs)
         hello = {
             "namespace": options.namespace,
             "layout": layout.fingerprint.hex(),
@@ -240,19 +236,13 @@ class RayConnector(KVConnector):
     def _load(self, connection: DirectoryConnection, transfer: Transfer) -> TransferResult:
         names, epoch = transfer.block_hashes, self._known.epoch
         ancestors = self._chains.note_transfer(transfer.request_id, names)
-        answer, status = connection.stream.ask(Operation.LOCATE, pack_chain(ancestors, names), len(names) * LOCATED_BLOCK.size)
-        self._ready_link.note_status(status)
-        places = list(LOCATED_BLOCK.iter_unpack(answer))
-        num_placed = next((position for position, (offset, _) in enumerate(places) if offset == ABSENT), len(names))
-        checks = self._copy_out(connection, transfer, places[:num_placed])
-        connection.stream.begin()
-        connection.stream.send(Operation.RELEASE, b"")
+        report = self._lane.load(connection, ancestors, names, transfer.block_ids, lambda: self._workers.should_stop(transfer))
+        self._ready_link.note_status(report.status)
+        num_placed, checks = report.num_placed, report.checks
         num_ok = next((position for position in range(num_placed) if checks.get(position) is not BlockCheck.OK), num_placed)
-        damaged = [names[position] for position, check in checks.items() if check is not BlockCheck.OK]
-        if damaged:  # would block their names
-            connection.stream.ask(Operation.FORGET, pack_names(damaged), 0)
         self._known.add(names[:num_ok], epoch)
-        self._known.remove([*damaged, *names[num_placed : num_placed + 1]])
+        self._known.remove(names[position] for position, check in checks.items() if check is not BlockCheck.OK)
+        self._known.remove(names[num_placed : num_placed + 1])
         moved_bytes = num_ok * self._layout.block_bytes
         if num_ok == len(names):
             return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.OK, moved_bytes)
@@ -263,77 +253,19 @@ class RayConnector(KVConnector):
         detail = "given up before the end" if reason else "not stored"
         return TransferResult(transfer.transfer_id, num_ok, reason or TransferOutcome.MISS, moved_bytes, detail)
 
-    def _copy_out(
-        self, connection: DirectoryConnection, transfer: Transfer, places: Sequence[tuple[int, bytes]]
-    ) -> dict[int, BlockCheck]:
-        """Copy and verify, by several threads; by position, what became of those that were not too late."""
-        num_bytes, fingerprint = self._layout.block_bytes, self._layout.fingerprint
-        num_together = max(1, _PIECE_BYTES // num_bytes)
-        checks: dict[int, BlockCheck] = {}
-
-        def copy(first: int) -> None:
-            for position in range(first, min(first + num_together, len(places))):
-                if self._workers.should_stop(transfer):
-                    return
-                offset, header = places[position]
-                block_id = transfer.block_ids[position]
-                if offset + num_bytes > len(connection.store):
-                    checks[position] = BlockCheck.CORRUPT
-                    continue
-                start = block_id * self._layout.block_stride_bytes
-                # Lets go of the GIL, unlike a slice of bytes.
-                np.copyto(self._pool_bytes[start : start + num_bytes], connection.store[offset : offset + num_bytes])
-                checks[position] = check_block(header, self._pool.block(block_id), fingerprint, transfer.block_hashes[position])
-
-        self._workers.run_jobs([_call(copy, first) for first in range(0, len(places), num_together)])
-        return checks
-
     def _save(self, connection: DirectoryConnection, transfer: Transfer) -> TransferResult:
-        names, stream = transfer.block_hashes, connection.stream
+        names = transfer.block_hashes
         ancestors = self._chains.note_transfer(transfer.request_id, names)
-        flags, status = stream.ask(Operation.TOUCH, pack_chain(ancestors, names), len(names))
-        stored = {name for name, flag in zip(names, flags, strict=True) if flag}
-        new = {name: position for position, name in reversed(list(enumerate(names))) if name not in stored}
-        missing = sorted(new.values())
-        num_together = max(1, self._options.object_bytes // self._layout.block_bytes)
-        groups = [missing[start : start + num_together] for start in range(0, len(missing), num_together)]
-        num_sent = num_answered = 0
-        stream.begin()
-        while num_answered < len(groups):
-            if num_sent < len(groups) and num_sent - num_answered < _MAX_OUTSTANDING and not self._workers.should_stop(transfer):
-                self._send_group(connection, transfer, groups[num_sent], [*ancestors, *names])
-                num_sent += 1
-                continue
-            if num_answered == num_sent:
-                break
-            group = groups[num_answered]
-            stream.begin()
-            flags, status = stream.receive_answer(len(group))
-            stored.update(names[position] for position, flag in zip(group, flags, strict=True) if flag)
-            num_answered += 1
-            if not all(flags):  # no more room
-                groups = groups[:num_sent]
-        self._ready_link.note_status(status)
+        report = self._lane.save(connection, ancestors, names, transfer.block_ids, lambda: self._workers.should_stop(transfer))
+        stored = report.stored
+        self._ready_link.note_status(report.status)
         self._known.add([name for name in names if name in stored], self._known.epoch)
         num_ok = next((position for position, name in enumerate(names) if name not in stored), len(names))
-        moved_bytes = sum(names[position] in stored for position in missing) * self._layout.block_bytes
+        moved_bytes = sum(names[position] in stored for position in report.new) * self._layout.block_bytes
         if num_ok == len(names):
             return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.OK, moved_bytes)
         outcome = self._workers.should_stop(transfer) or TransferOutcome.MISS
         return TransferResult(transfer.transfer_id, num_ok, outcome, moved_bytes, "no room, or given up before the end")
-
-    def _send_group(
-        self, connection: DirectoryConnection, transfer: Transfer, group: Sequence[int], kept: Sequence[bytes]
-    ) -> None:
-        """The directory begins to read these blocks while we compute their headers."""
-        names = [transfer.block_hashes[position] for position in group]
-        block_ids = [transfer.block_ids[position] for position in group]
-        connection.stream.send(Operation.PUT, pack_put(names, block_ids, kept))
-        fingerprint = self._layout.fingerprint
-        headers = [
-            pack_block_header(fingerprint, name, self._pool.block(number)) for name, number in zip(names, block_ids, strict=True)
-        ]
-        connection.stream.send(Operation.HEADERS, b"".join(headers))
 
     # -- connections ---------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -369,10 +301,6 @@ class RayConnector(KVConnector):
     def _notify(self) -> None:
         if self.on_result is not None:
             self.on_result()
-
-
-def _call(function: Callable[[int], None], argument: int) -> Callable[[], None]:
-    return lambda: function(argument)
 
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-import connectors.ray
+import connectors.ray_lane
 from connectors.ray import RayConnector
 from connectors.ray_messages import socket_address
 from connectors.registry import create_connector
@@ -245,7 +245,9 @@ def test_value_of_another_model_under_our_name_is_never_loaded_and_replaced(
     hashes = chain(1, 6)
     with monkeypatch.context() as patched:
         patched.setattr(
-            connectors.ray, "pack_block_header", lambda _, name, payload: pack_block_header(b"another layout..", name, payload)
+            connectors.ray_lane,
+            "pack_block_header",
+            lambda _, name, payload: pack_block_header(b"another layout..", name, payload),
         )
         assert node.save(hashes).outcome is TransferOutcome.OK
     assert node.load(hashes).num_blocks_ok == 0
