@@ -210,13 +210,13 @@ class RayPeers(Peers):
 class Directory:
     """The actor: a DirectoryServer over this node's object store. Its methods are for the directories of other nodes."""
 
-    def __init__(self, own_name: str, address: bytes, linger_s: float) -> None:
+    def __init__(self, own_name: str, linger_s: float) -> None:
         medium = RayMedium()
-        self._server = DirectoryServer(address, medium, RayPeers(own_name, medium), linger_s, end=lambda: os._exit(0))
+        self._server = DirectoryServer(medium, RayPeers(own_name, medium), linger_s, end=lambda: os._exit(0))
 
-    def ready(self) -> bool:
-        """Whether it was made."""
-        return True
+    def listen(self, address: bytes) -> None:
+        """Be reached by engines that call the same Ray by this name. Raises OSError."""
+        self._server.listen(address)
 
     def find(self, key: str, names: list[bytes]) -> bytes:
         """Which of these blocks are stored here."""
@@ -283,11 +283,11 @@ def _make_actor(ray: Any, options: dict[str, Any]) -> None:
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
     )
     for attempt in range(_NUM_ATTEMPTS):
-        actor = actor_class.remote(name, socket_address(options["address"], options["node_ip"]), options["linger_s"])
+        actor = actor_class.remote(name, options["linger_s"])
         try:
-            ray.get(actor.ready.remote(), timeout=_INIT_TIMEOUT_S)
+            ray.get(actor.listen.remote(socket_address(options["address"], options["node_ip"])), timeout=_INIT_TIMEOUT_S)
             return
-        except ray.exceptions.RayActorError:  # it has just ended; its name is free again soon
+        except ray.exceptions.RayError:  # it is about to end, or just has: its name is free again soon
             if attempt == _NUM_ATTEMPTS - 1:
                 raise
             time.sleep(_PROBE_INTERVAL_S)

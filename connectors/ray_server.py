@@ -89,26 +89,41 @@ class _Session:
 
 
 class DirectoryServer:
-    """Serves until end() is called by itself: when nobody has used it for linger_s."""
+    """Serves until nobody has used it for linger_s; then it calls end()."""
 
-    def __init__(self, address: bytes, medium: ObjectMedium, peers: Peers, linger_s: float, end: Callable[[], None]) -> None:
-        """Raises OSError when another directory listens there."""
+    def __init__(self, medium: ObjectMedium, peers: Peers, linger_s: float, end: Callable[[], None]) -> None:
         self._medium = medium
         self._peers = peers
         self._linger_s = linger_s
         self._end = end
         self.mutex = threading.Lock()  # of everything below
+        self._listener_by_address: dict[bytes, socket.socket] = {}
         self._stores: dict[str, _Store] = {}
         self._num_connections = 0
         self._unused_since_s = time.monotonic()
+        self._is_ending = False
         self._pools: weakref.WeakValueDictionary[tuple[int, int], mmap.mmap] = weakref.WeakValueDictionary()
         self._puts = PutQueue(medium, self.mutex)
         self._max_bytes = int(medium.num_bytes * _USABLE_FRACTION)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(address)
-        self._listener.listen(128)
-        self._listener.settimeout(_TICK_S)
-        threading.Thread(target=self._accept, name="ray-accept", daemon=True).start()
+        threading.Thread(target=self._end_when_unused, name="ray-end", daemon=True).start()
+
+    def listen(self, address: bytes) -> None:
+        """Be reached there, too: engines may name one Ray in several ways. Raises OSError when somebody else listens there."""
+        with self.mutex:
+            if self._is_ending:
+                raise OSError("the directory is about to end")
+            if address in self._listener_by_address:
+                return
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                listener.bind(address)
+                listener.listen(128)
+                listener.settimeout(_TICK_S)
+            except OSError:
+                listener.close()
+                raise
+            self._listener_by_address[address] = listener
+        threading.Thread(target=self._accept, args=(listener,), name="ray-accept", daemon=True).start()
 
     def places(self, key: str, names: Sequence[bytes]) -> list[tuple[StoredObject, int, bytes] | None]:
         """For other nodes' directories: each block's object, position in it and header."""
@@ -120,33 +135,41 @@ class DirectoryServer:
             return [(place.stored, place.position, place.header) if place else None for place in found]
 
     # -- connections ---------------------------------------------------------------------------------------------------
-    def _accept(self) -> None:
-        while not self._is_unused():
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._is_ending:
             try:
-                connected, _address = self._listener.accept()
+                connected, _address = listener.accept()
             except TimeoutError:
                 continue
             except OSError as error:  # no descriptors left: others may end
-                logger.warning("no connection could be accepted: %s", str(error))
-                time.sleep(_TICK_S)
+                if not self._is_ending:
+                    logger.warning("no connection could be accepted: %s", str(error))
+                    time.sleep(_TICK_S)
                 continue
             with self.mutex:
                 self._num_connections += 1
             threading.Thread(target=self._serve, args=(connected,), name="ray-connection", daemon=True).start()
-        self._listener.close()  # from now on there is none, and whoever comes makes another one
+
+    def _end_when_unused(self) -> None:
+        while not self._is_ending:
+            time.sleep(_TICK_S)
+            with self.mutex:
+                self._is_ending = self._is_unused(time.monotonic())
+                listeners = list(self._listener_by_address.values())
+        for listener in listeners:
+            listener.close()  # from now on there is none, and whoever comes makes another one
         self._end()
 
-    def _is_unused(self) -> bool:
-        now_s = time.monotonic()
-        with self.mutex:
-            for key, store in list(self._stores.items()):
-                if not store.num_connections and now_s - store.unused_since_s >= store.linger_s:
-                    del self._stores[key]
-                    store.index.clear()
-                    self._puts.drop(store.index)
-            if self._num_connections:
-                self._unused_since_s = now_s
-            return not self._stores and now_s - self._unused_since_s >= self._linger_s
+    def _is_unused(self, now_s: float) -> bool:
+        """Ends stores, and says whether the directory is to end. The caller holds the mutex."""
+        for key, store in list(self._stores.items()):
+            if not store.num_connections and now_s - store.unused_since_s >= store.linger_s:
+                del self._stores[key]
+                store.index.clear()
+                self._puts.drop(store.index)
+        if self._num_connections:
+            self._unused_since_s = now_s
+        return not self._stores and now_s - self._unused_since_s >= self._linger_s
 
     def _serve(self, connected: socket.socket) -> None:
         stream = FrameStream(connected, _SEND_TIMEOUT_S)

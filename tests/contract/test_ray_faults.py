@@ -300,6 +300,15 @@ def test_another_ray_node_has_the_blocks_brought_by_ray(bench: Bench) -> None:
         second.end()
 
 
+def test_one_ray_under_two_addresses_is_one_store(bench: Bench) -> None:
+    node = bench.open_node()
+    node.save(chain(1, 8))
+    port = bench.ray.address.rpartition(":")[2]
+    other = bench.open_node(address=f"localhost:{port}")
+    assert other.load(chain(1, 8)).num_blocks_ok == 8
+    assert bench.ray.num_directories() == 1
+
+
 def test_engines_started_together_share_a_directory_that_ends_after_the_last_of_them(bench: Bench) -> None:
     wait_until(lambda: bench.ray.num_directories() == 0)  # that of earlier tests has ended by itself
     peers = [Peer("ray", bench.options()) for _ in range(2)]
