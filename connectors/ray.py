@@ -48,7 +48,7 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
     """address: HOST:PORT of a running Ray, as `ray start --head` prints it. node_ip: the --node-ip-address of the Ray node on
-    this host, where that was given. auth: how that Ray was started, "disabled" or "token" (RAY_AUTH_MODE).
+    this host, where that was given. auth: how that Ray was started, "disabled" or "token" (RAY_AUTH_MODE). Ray runs as our user.
 
     namespace separates stores. capacity_bytes bounds one store on one node, and is taken from that node's object store memory;
     object_bytes the objects in it: a save that is larger becomes several. A store ends linger_s after its last user.

@@ -81,7 +81,8 @@ class RayMedium(ObjectMedium):
         offsets = self.offsets_in(arrays, run_sizes, block_bytes)
         if offsets is None:
             return None
-        self._num_used_bytes = max(self._num_used_bytes, offsets[-1] + block_bytes)
+        self._num_used_bytes = max(self._num_used_bytes, max(offsets) + block_bytes)
+        self._num_prepared_bytes = max(self._num_prepared_bytes, self._num_used_bytes)  # what lies before may be others'
         return RayHandle(reference, arrays, run_sizes, block_bytes), offsets
 
     def offsets_in(self, arrays: Sequence[Any], run_sizes: Sequence[int], block_bytes: int) -> list[int] | None:
