@@ -1,17 +1,17 @@
-"""The one thread of a directory that makes and drops objects: what waits for it becomes one object, since each costs the same.
+"""Makes and drops the objects of a directory, one at a time: what waits meanwhile becomes one object, since each costs the same.
 
-It alone waits for Ray. When Ray hangs, so does this thread, and writers are refused; readers go on.
+A writer's thread makes its object itself, along with those of the writers that wait, and a thread of ours drops objects. When Ray
+hangs, so does one of them, and other writers are refused; readers go on.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from connectors.ray_index import StoredObject, StoreIndex
@@ -40,18 +40,15 @@ class ObjectMedium(ABC):
 
 @dataclass(eq=False, slots=True)
 class PutJob:
-    """Blocks of one writer, for which room is reserved. After is_done: their object and their position in it, or None.
-
-    is_abandoned: the writer has gone. Both under the lock of the indexes.
-    """
+    """Blocks of one writer, for which room is reserved. Once is_done: their object and their position in it, or None, and the
+    object is pinned for the writer. Of the lock of the indexes."""
 
     index: StoreIndex
     runs: Sequence[memoryview]  # of blocks that lie together in the pool
     num_blocks: int
     block_bytes: int
     max_object_bytes: int
-    is_done: threading.Event = field(default_factory=threading.Event)
-    is_abandoned: bool = False
+    is_done: bool = False
     stored: StoredObject | None = None
     first: int = 0
 
@@ -67,21 +64,38 @@ class PutQueue:
         self._medium = medium
         self._mutex = mutex
         self._wakeup = threading.Condition(mutex)
+        self._ray_turn = threading.Lock()  # whoever calls Ray; taken before the mutex
         self._jobs: deque[PutJob] = deque()
         self._dropped: list[StoredObject] = []
-        self._busy_since_s: float | None = None
-        threading.Thread(target=self._run, name="ray-put", daemon=True).start()
+        self._has_to_prepare = True
+        threading.Thread(target=self._run, name="ray-drop", daemon=True).start()
+
+    def run(self, job: PutJob, timeout_s: float) -> bool:
+        """Make an object of this job and of those that wait. False: Ray is busy for so long with another one; the job has not been
+        begun. Once begun it takes as long as it takes. The caller does not hold the mutex."""
+        with self._mutex:
+            self._jobs.append(job)
+        if not self._ray_turn.acquire(timeout=timeout_s):
+            with self._mutex:
+                if job in self._jobs:
+                    self._jobs.remove(job)
+                    job.index.cancel(job.num_blocks)
+                    return False
+        else:
+            try:
+                while not job.is_done:
+                    with self._mutex:
+                        jobs = self._take_jobs()
+                    self._make(jobs)
+            finally:
+                self._ray_turn.release()
+        with self._mutex:
+            if not job.is_done:  # taken by a writer with whom Ray hangs; what may still become of it is nobody's
+                job.is_done = True
+                return False
+        return True
 
     # -- with the mutex held -------------------------------------------------------------------------------------------
-    def is_stuck(self, timeout_s: float) -> bool:
-        """Whether what is being done takes longer than that already."""
-        return self._busy_since_s is not None and time.monotonic() - self._busy_since_s > timeout_s
-
-    def add(self, job: PutJob) -> None:
-        """Make an object of it, some time."""
-        self._jobs.append(job)
-        self._wakeup.notify()
-
     def drop(self, index: StoreIndex) -> None:
         """Let go of the objects that an index has dropped."""
         if index.dropped:
@@ -89,49 +103,19 @@ class PutQueue:
             index.dropped.clear()
             self._wakeup.notify()
 
-    def abandon(self, job: PutJob) -> None:
-        """The writer gives up."""
-        job.is_abandoned = True
-        if job.stored is not None:
-            job.index.unpin(job.stored)
-            self.drop(job.index)
-
-    # -- the thread ----------------------------------------------------------------------------------------------------
-    def _run(self) -> None:
-        has_more = True
-        while True:
-            with self._mutex:
-                if not (self._jobs or self._dropped or has_more):
-                    self._wakeup.wait(_IDLE_WAIT_S)
-                dropped, self._dropped = self._dropped, []
-                jobs = self._take_jobs()
-                self._busy_since_s = time.monotonic()
-            if jobs:
-                self._make(jobs)
-                has_more = True
-            elif has_more:
-                has_more = self._medium.prepare()
-            for stored in dropped:  # after the object, for which there is room without them: its writer waits
-                stored.handle = None  # the last reference: Ray frees it
-            with self._mutex:
-                self._busy_since_s = None
-
     def _take_jobs(self) -> list[PutJob]:
         """Those of one store, up to the size of an object."""
         jobs: list[PutJob] = []
         num_bytes = 0
         while self._jobs:
             job = self._jobs[0]
-            if job.is_abandoned:
-                job.index.cancel(job.num_blocks)
-                self._jobs.popleft()
-                continue
             if jobs and (job.index is not jobs[0].index or num_bytes + job.num_bytes > job.max_object_bytes):
                 break
             jobs.append(self._jobs.popleft())
             num_bytes += job.num_bytes
         return jobs
 
+    # -- whose turn it is with Ray -------------------------------------------------------------------------------------
     def _make(self, jobs: list[PutJob]) -> None:
         try:
             made = self._medium.make([run for job in jobs for run in job.runs], jobs[0].block_bytes)
@@ -151,9 +135,24 @@ class PutQueue:
                 for job in jobs:
                     job.stored, job.first = stored, first
                     first += job.num_blocks
-                    if job.is_abandoned:
+                    if job.is_done:  # its writer has given up
                         index.unpin(stored)
                 self.drop(index)
-        for job in jobs:
-            job.runs = ()
-            job.is_done.set()
+            for job in jobs:
+                job.is_done = True
+                job.runs = ()
+            self._has_to_prepare = True
+            self._wakeup.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._mutex:
+                if not (self._dropped or self._has_to_prepare):
+                    self._wakeup.wait(_IDLE_WAIT_S)
+                dropped, self._dropped = self._dropped, []
+                has_to_prepare, self._has_to_prepare = self._has_to_prepare, False
+            with self._ray_turn:
+                for stored in dropped:
+                    stored.handle = None  # the last reference: Ray frees it
+            if has_to_prepare and self._medium.prepare():
+                self._has_to_prepare = True

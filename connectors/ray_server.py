@@ -315,34 +315,31 @@ class DirectoryServer:
         pool, stride_bytes = session.pool, session.stride_bytes
         if pool is None or any((block_id + 1) * stride_bytes > len(pool) for block_id in block_ids):
             raise ConnectorError("PUT of blocks outside the pool")
-        index, job, refusal = session.store.index, None, ""
+        index, job = session.store.index, None
         with self.mutex:
-            if self._puts.is_stuck(session.timeout_s / 2):
-                refusal = "Ray does not answer the directory"
-            else:
-                room_bytes = self._max_bytes - sum(store.index.num_bytes for store in self._stores.values())
-                num_granted = index.reserve(len(names), kept, room_bytes)
-                self._puts.drop(index)
-                if num_granted:
-                    runs = _runs(memoryview(pool), block_ids[:num_granted], stride_bytes, session.block_bytes)
-                    job = PutJob(index, runs, num_granted, session.block_bytes, session.object_bytes)
-                    self._puts.add(job)
+            room_bytes = self._max_bytes - sum(store.index.num_bytes for store in self._stores.values())
+            num_granted = index.reserve(len(names), kept, room_bytes)
+            self._puts.drop(index)
+            if num_granted:
+                runs = _runs(memoryview(pool), block_ids[:num_granted], stride_bytes, session.block_bytes)
+                job = PutJob(index, runs, num_granted, session.block_bytes, session.object_bytes)
+        if job is not None and not self._puts.run(job, session.timeout_s / 2):
+            return b"", "Ray does not answer the directory"
+        stored = None if job is None else job.stored
         try:
+            session.stream.begin()
             headers = self._receive_headers(session, len(names))
-            if job is not None and not job.is_done.wait(session.timeout_s / 2):
-                refusal = "Ray does not answer the directory"
         except BaseException:
-            refusal = "the writer has gone"
-            raise
-        finally:
             with self.mutex:
-                if job is not None and refusal:
-                    self._puts.abandon(job)
+                if stored is not None:  # the writer has gone
+                    index.unpin(stored)
+                    self._puts.drop(index)
+            raise
         with self.mutex:
-            if job is not None and job.stored is not None and not refusal:
-                index.commit(job.stored, job.first, names[:num_granted], headers[:num_granted])
+            if job is not None and stored is not None:
+                index.commit(stored, job.first, names[:num_granted], headers[:num_granted])
                 self._puts.drop(index)
-            return bytes(index.find(name) is not None for name in names), refusal
+            return bytes(index.find(name) is not None for name in names), ""
 
     def _receive_headers(self, session: _Session, count: int) -> list[bytes]:
         operation, body, _descriptor = session.stream.receive()
