@@ -256,12 +256,16 @@ class RayConnector(KVConnector):
     def _save(self, connection: DirectoryConnection, transfer: Transfer) -> TransferResult:
         names = transfer.block_hashes
         ancestors = self._chains.note_transfer(transfer.request_id, names)
-        report = self._lane.save(connection, ancestors, names, transfer.block_ids, lambda: self._workers.should_stop(transfer))
+        are_new = not self._known.holds_any(names)
+        report = self._lane.save(
+            connection, ancestors, names, transfer.block_ids, lambda: self._workers.should_stop(transfer), are_new
+        )
         stored = report.stored
-        self._ready_link.note_status(report.status)
+        if report.status is not None:
+            self._ready_link.note_status(report.status)
         self._known.add([name for name in names if name in stored], self._known.epoch)
         num_ok = next((position for position, name in enumerate(names) if name not in stored), len(names))
-        moved_bytes = sum(names[position] in stored for position in report.new) * self._layout.block_bytes
+        moved_bytes = report.num_new * self._layout.block_bytes
         if num_ok == len(names):
             return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.OK, moved_bytes)
         outcome = self._workers.should_stop(transfer) or TransferOutcome.MISS

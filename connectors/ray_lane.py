@@ -33,11 +33,11 @@ class LoadReport:
 
 @dataclass(slots=True)
 class SaveReport:
-    """stored: names that are stored now. new: positions of those that were not before."""
+    """stored: names that are stored now; num_new of them by this."""
 
-    status: StoreStatus
-    stored: set[bytes]
-    new: list[int]
+    stored: set[bytes] = field(default_factory=set)
+    num_new: int = 0
+    status: StoreStatus | None = None
 
 
 class RayLane:
@@ -102,14 +102,21 @@ class RayLane:
         names: Sequence[bytes],
         block_ids: Sequence[int],
         should_stop: Callable[[], object],
+        are_new: bool,
     ) -> SaveReport:
-        """Have blocks stored that are not, in order, while there is room. Raises OSError or ConnectorError."""
+        """Have blocks stored that are not, in order, while there is room. Raises OSError or ConnectorError.
+
+        are_new: probably none is stored, so that it is not worth asking first.
+        """
         stream, kept = connection.stream, [*ancestors, *names]
-        flags, status = stream.ask(Operation.TOUCH, pack_chain(ancestors, names), len(names))
-        stored = {name for name, flag in zip(names, flags, strict=True) if flag}
+        report = SaveReport()
+        if not are_new:
+            flags, report.status = stream.ask(Operation.TOUCH, pack_chain(ancestors, names), len(names))
+            report.stored.update(name for name, flag in zip(names, flags, strict=True) if flag)
+        stored = report.stored
         first_positions = {name: position for position, name in reversed(list(enumerate(names))) if name not in stored}
-        report = SaveReport(status, stored, sorted(first_positions.values()))
-        groups = [report.new[first : first + self._num_per_object] for first in range(0, len(report.new), self._num_per_object)]
+        missing = sorted(first_positions.values())
+        groups = [missing[first : first + self._num_per_object] for first in range(0, len(missing), self._num_per_object)]
         num_sent = num_answered = 0
         while num_answered < len(groups):
             if num_sent < len(groups) and num_sent - num_answered < _MAX_OUTSTANDING and not should_stop():
@@ -124,6 +131,7 @@ class RayLane:
             stream.begin()
             flags, report.status = stream.receive_answer(len(group))
             stored.update(names[position] for position, flag in zip(group, flags, strict=True) if flag)
+            report.num_new += flags.count(2)
             num_answered += 1
             if not all(flags):  # no more room
                 groups = groups[:num_sent]

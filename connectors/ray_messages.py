@@ -37,8 +37,8 @@ class Operation(enum.IntEnum):
     HELLO = 1  # JSON, and on a data connection the pool's descriptor; answered with JSON and the object store's descriptor
     LOOKUP = 2  # names: which of them are stored
     TOUCH = 3  # ancestors and names, as in LOCATE: which of the names are stored
-    PUT = 4  # names, each with its block in the pool, and names that must not be evicted for them. The next frame is
-    HEADERS = 5  # their headers, which the sender computes meanwhile. Answered with which of them are stored now
+    PUT = 4  # names, each with its block in the pool, and names that are touched and not evicted for them. The next frame is
+    HEADERS = 5  # their headers, which the sender computes meanwhile. Answered with 0, or 1: stored before, or 2: stored by this
     LOCATE = 6  # ancestors and names: where in the object store each name is, which stays there until
     RELEASE = 7  # says that the last LOCATE's bytes have been copied
     FORGET = 8  # names whose bytes are not what they should be

@@ -71,8 +71,9 @@ class PutQueue:
         threading.Thread(target=self._run, name="ray-drop", daemon=True).start()
 
     def run(self, job: PutJob, timeout_s: float) -> bool:
-        """Make an object of this job and of those that wait. False: Ray is busy for so long with another one; the job has not been
-        begun. Once begun it takes as long as it takes. The caller does not hold the mutex."""
+        """Make an object of this job and of those that wait. False: Ray is busy that long with another one, and the job is void.
+
+        Once begun it takes as long as it takes. The caller does not hold the mutex."""
         with self._mutex:
             self._jobs.append(job)
         if not self._ray_turn.acquire(timeout=timeout_s):

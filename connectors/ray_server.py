@@ -310,19 +310,22 @@ class DirectoryServer:
         return b"".join(LOCATED_BLOCK.pack(*places.get(name, nowhere)) for name in names)
 
     def _put(self, session: _Session, body: bytes) -> tuple[bytes, str]:
-        """Which of the names are stored now, or why none is."""
+        """For each name whether it is stored now (1), and by this (2); or why none is."""
         names, block_ids, kept = unpack_put(body)
         pool, stride_bytes = session.pool, session.stride_bytes
         if pool is None or any((block_id + 1) * stride_bytes > len(pool) for block_id in block_ids):
             raise ConnectorError("PUT of blocks outside the pool")
         index, job = session.store.index, None
         with self.mutex:
+            index.touch(kept)
+            new = [position for position, name in enumerate(names) if index.find(name) is None]
             room_bytes = self._max_bytes - sum(store.index.num_bytes for store in self._stores.values())
-            num_granted = index.reserve(len(names), kept, room_bytes)
+            del new[index.reserve(len(new), kept, room_bytes) :]
             self._puts.drop(index)
-            if num_granted:
-                runs = _runs(memoryview(pool), block_ids[:num_granted], stride_bytes, session.block_bytes)
-                job = PutJob(index, runs, num_granted, session.block_bytes, session.object_bytes)
+            if new:
+                new_ids = [block_ids[position] for position in new]
+                runs = _runs(memoryview(pool), new_ids, stride_bytes, session.block_bytes)
+                job = PutJob(index, runs, len(new), session.block_bytes, session.object_bytes)
         if job is not None and not self._puts.run(job, session.timeout_s / 2):
             return b"", "Ray does not answer the directory"
         stored = None if job is None else job.stored
@@ -337,9 +340,12 @@ class DirectoryServer:
             raise
         with self.mutex:
             if job is not None and stored is not None:
-                index.commit(stored, job.first, names[:num_granted], headers[:num_granted])
+                index.commit(stored, job.first, [names[i] for i in new], [headers[i] for i in new])
                 self._puts.drop(index)
-            return bytes(index.find(name) is not None for name in names), ""
+            flags = bytearray(index.find(name) is not None for name in names)
+        for position in new:
+            flags[position] *= 2
+        return bytes(flags), ""
 
     def _receive_headers(self, session: _Session, count: int) -> list[bytes]:
         operation, body, _descriptor = session.stream.receive()
