@@ -249,7 +249,7 @@ def main(arguments: Sequence[str]) -> int:
     import ray  # takes a while; meanwhile Ray may come
 
     _wait_reachable(options["address"])
-    watchdog = threading.Timer(_INIT_TIMEOUT_S, lambda: _fail("Ray does not answer"))
+    watchdog = threading.Timer(_INIT_TIMEOUT_S, lambda: _fail(f"Ray does not answer (auth: {options['auth']})"))
     watchdog.daemon = True
     watchdog.start()
     try:
