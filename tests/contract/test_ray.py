@@ -17,7 +17,7 @@ from tests.contract.contract import ConnectorContract
 from tests.contract.harness import ConnectorHarness
 from tests.contract.node import LAYOUT, content_of
 from tests.contract.peer import Peer
-from tests.support.ray_node import IS_INSTALLED, MIB, RayNode
+from tests.support.ray_node import MIB, RayNode
 
 _NUMBERS = itertools.count()
 _BLOCK_BYTES = LAYOUT.block_bytes + BLOCK_HEADER_BYTES
@@ -100,6 +100,5 @@ def ray_node() -> Iterator[RayNode]:
         node.end()
 
 
-@pytest.mark.skipif(not IS_INSTALLED, reason="Ray is not installed")
 class TestRay(ConnectorContract):
     harness_type = RayHarness

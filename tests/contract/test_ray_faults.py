@@ -29,9 +29,7 @@ from tests.contract.contract import open_descriptors
 from tests.contract.node import LAYOUT, REAL_LAYOUT, Node, SteppedClock, chain, wait_until
 from tests.contract.peer import Peer
 from tests.support.commanded_process import CommandedProcess
-from tests.support.ray_node import IS_INSTALLED, MIB, RayNode
-
-pytestmark = pytest.mark.skipif(not IS_INSTALLED, reason="Ray is not installed")
+from tests.support.ray_node import MIB, RayNode
 
 OP_TIMEOUT_S = 1.0
 LINGER_S = 2.0

@@ -10,9 +10,7 @@ import pytest
 from tests.e2e.prompts import MODEL
 from tests.fault.store_rig import StoreRig
 from tests.support.cluster import Cluster, ClusterSpec
-from tests.support.ray_node import IS_INSTALLED, RayNode
-
-pytestmark = pytest.mark.skipif(not IS_INSTALLED, reason="Ray is not installed")
+from tests.support.ray_node import RayNode
 
 
 class RayRig(StoreRig):
