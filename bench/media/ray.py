@@ -30,7 +30,11 @@ class RayMedium(Medium):
         self._pool = np.ones(24 * MIB, dtype=np.uint8)
         self._store = np.ones(BYTES_PER_ROUND, dtype=np.uint8)
         self._node = RayNode(object_store_bytes=2 * _CAPACITY_BYTES)
-        self._node.make_directory()
+        try:
+            self._node.make_directory()
+        except BaseException:
+            self._node.end()
+            raise
 
     def options(self) -> dict[str, Any]:
         return {**self._node.options, "capacity_bytes": _CAPACITY_BYTES}

@@ -37,7 +37,11 @@ class RayNode:
         self._is_head = not head
         self._object_store_bytes = object_store_bytes
         self._process: subprocess.Popen[bytes] | None = None
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.end()
+            raise
 
     @property
     def options(self) -> dict[str, Any]:
