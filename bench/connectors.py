@@ -35,7 +35,7 @@ NUM_KNOWN_BLOCKS = 1_000_000
 NUM_LOOKUPS = 3000
 
 
-MEDIA = ("nvme", "redis", "shm")  # modules of bench.media
+MEDIA = ("nvme", "ray", "redis", "shm")  # modules of bench.media
 
 
 class Driver:

@@ -55,6 +55,10 @@ class KnownBlocks:
         return checked is not None and checked[1] != self.epoch
 
     # -- other threads -------------------------------------------------------------------------------------------------
+    def holds_any(self, block_hashes: Iterable[bytes]) -> bool:
+        """Whether some of these are believed to be stored, however old the finding."""
+        return any(block_hash in self._epoch_by_hash for block_hash in block_hashes)
+
     def begin_epoch(self) -> None:
         """The store may have lost blocks, or all of them."""
         with self._mutex:

@@ -1,0 +1,321 @@
+"""What Ray, its parts and other engines can do to a connector: real processes that are killed, stopped, full or lying.
+
+In each case: no wrong byte (Node compares all that is loaded), no hang, no exception, one result per transfer, nothing written
+to the pool after a result, and the store is used again soon after it is well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import connectors.ray_lane
+from connectors.contract.commanded_process import CommandedProcess
+from connectors.contract.contract import open_descriptors
+from connectors.contract.node import LAYOUT, REAL_LAYOUT, Node, SteppedClock, chain, wait_until
+from connectors.contract.peer import Peer
+from connectors.ray import RayConnector
+from connectors.ray_messages import socket_address
+from connectors.registry import create_connector
+from connectors.stored_block import pack_block_header
+from core.kv.connector import PrefixLookup, TransferOutcome
+from core.kv.layout import KVLayout
+from tests.support.ray_node import MIB, RayNode
+
+OP_TIMEOUT_S = 1.0
+LINGER_S = 2.0
+# A machine with other work: what is bounded by OP_TIMEOUT_S, or takes Ray two seconds, must not take many times that.
+PATIENCE_S = 30.0
+FAILURES = {TransferOutcome.ERROR, TransferOutcome.TIMEOUT}
+
+
+class Bench:
+    """A Ray node, and engines on it. Each test has a store of its own."""
+
+    numbers = itertools.count()
+
+    def __init__(self, ray: RayNode) -> None:
+        self.ray = ray
+        self._nodes: list[Node] = []
+        self._options = {
+            **ray.options,
+            "namespace": f"fault{next(self.numbers)}",
+            "op_timeout_s": OP_TIMEOUT_S,
+            "linger_s": LINGER_S,
+            "capacity_bytes": 32 * MIB,
+        }
+
+    def options(self, **options: Any) -> dict[str, Any]:
+        return {**self._options, **options}
+
+    def open_node(self, layout: KVLayout = LAYOUT, is_ready: bool = True, **options: Any) -> Node:
+        clock = SteppedClock()
+        node = Node(create_connector("ray", self.options(**options), clock), clock, layout)
+        self._nodes.append(node)
+        if is_ready:
+            wait_recovered(node)
+        return node
+
+    def close(self) -> None:
+        for node in self._nodes:
+            started_s = time.monotonic()
+            node.connector.close()
+            assert time.monotonic() - started_s < PATIENCE_S
+            assert node.stats().num_open_references == 0
+
+
+@pytest.fixture(scope="module")
+def ray_node() -> Iterator[RayNode]:
+    node = RayNode()
+    yield node
+    node.end()
+
+
+@pytest.fixture
+def bench(ray_node: RayNode) -> Iterator[Bench]:
+    gc.collect()
+    num_threads, descriptors = threading.active_count(), open_descriptors()
+    bench = Bench(ray_node)
+    yield bench
+    bench.close()
+    del bench
+    wait_until(lambda: threading.active_count() <= num_threads)
+    gc.collect()
+    assert open_descriptors() - descriptors == Counter()
+
+
+def wait_recovered(node: Node, seed: int = 900) -> None:
+    """Until a save and a load work, which must be soon."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while node.save(chain(seed, 2, node.layout)).outcome is not TransferOutcome.OK:
+        assert time.monotonic() < deadline_s, "the store is not used"
+        time.sleep(0.02)
+    assert node.lookup(chain(seed, 2, node.layout)) == 2
+    assert node.load(chain(seed, 2, node.layout)).num_blocks_ok == 2
+
+
+def wait_missed(node: Node, hashes: list[bytes]) -> None:
+    """Until every block is a miss. What was found before is believed until the link sees that the directory has gone."""
+    question = PrefixLookup("missed", hashes, node.layout.block_size)
+    wait_until(lambda: node.connector.get_num_new_matched_tokens(question, 0) == 0)
+
+
+# -- a Ray that is not there --------------------------------------------------------------------------------------------------
+def test_ray_down_at_start_is_a_miss_and_used_when_it_comes(bench: Bench) -> None:
+    bench.ray.kill()
+    node = bench.open_node(is_ready=False)
+    wait_missed(node, chain(1, 4))
+    assert node.save(chain(1, 4)).outcome is TransferOutcome.ERROR
+    assert node.load(chain(1, 4)).outcome is TransferOutcome.ERROR
+    assert not node.stats().is_reachable
+    bench.ray.start()
+    wait_recovered(node)
+
+
+@pytest.mark.parametrize("part", ["all", "raylet", "gcs_server", "directory"])
+def test_ray_or_a_part_of_it_killed_in_the_middle_gives_one_result_each_and_is_used_again(bench: Bench, part: str) -> None:
+    node = bench.open_node(REAL_LAYOUT)
+    hashes = chain(1, 16, REAL_LAYOUT)
+    assert node.save(hashes).outcome is TransferOutcome.OK
+    transfers = [node.start_load(hashes, first_block=16 * number) for number in range(3)]
+    transfers.append(node.start_save(chain(2, 16, REAL_LAYOUT), first_block=48))
+    if part == "all":
+        bench.ray.kill()
+    else:
+        bench.ray.kill_one(part)
+    outcomes = {result.outcome for result in node.results(transfers)}
+    assert outcomes <= {TransferOutcome.OK, *FAILURES}
+    before = bytes(node.pool.buffer)
+    if part != "directory":  # that one is made again by whoever misses it
+        bench.ray.kill()
+        wait_missed(node, hashes)
+        bench.ray.start()
+    assert bytes(node.pool.buffer) == before
+    wait_recovered(node)
+    assert node.load(hashes).num_blocks_ok == 0  # it was started empty
+    assert node.save(hashes).outcome is TransferOutcome.OK
+    assert node.load(hashes).num_blocks_ok == 16
+
+
+def test_many_lost_connections_in_a_row_cost_transfers_and_nothing_else(bench: Bench) -> None:
+    node = bench.open_node(REAL_LAYOUT)
+    assert isinstance(node.connector, RayConnector) and node.connector._door is not None
+    hashes = chain(1, 8, REAL_LAYOUT)
+    node.save(hashes)
+    outcomes: Counter[TransferOutcome] = Counter()
+    for number in range(100):
+        transfer = node.start_load(hashes) if number % 2 else node.start_save(chain(2 + number, 4, REAL_LAYOUT))
+        for stream in list(node.connector._door._streams):
+            stream.shut_down()
+        outcomes[node.results([transfer])[0].outcome] += 1
+    assert set(outcomes) <= {TransferOutcome.OK, TransferOutcome.MISS, *FAILURES}
+    assert outcomes.total() > outcomes[TransferOutcome.OK]
+    wait_recovered(node)
+    node.save(hashes)
+    assert node.load(hashes).num_blocks_ok == 8
+
+
+# -- a Ray that does not answer ---------------------------------------------------------------------------------------------
+def test_hung_raylet_stores_nothing_and_what_is_stored_is_still_loaded(bench: Bench) -> None:
+    node = bench.open_node(REAL_LAYOUT)
+    hashes = chain(1, 8, REAL_LAYOUT)
+    node.save(hashes)
+    bench.ray.pause("raylet")
+    try:
+        saves = [node.start_save(chain(2 + number, 8, REAL_LAYOUT), first_block=8 + 8 * number) for number in range(4)]
+        assert {result.outcome for result in node.results(saves)} <= FAILURES
+        assert node.load(hashes).num_blocks_ok == 8
+        assert node.lookup(chain(2, 8, REAL_LAYOUT), request_id="never stored") == 0
+    finally:
+        bench.ray.resume("raylet")
+    wait_recovered(node)
+    assert node.load(hashes).num_blocks_ok == 8
+
+
+@pytest.mark.parametrize("is_closed_meanwhile", [False, True], ids=["resumed", "closed"])
+def test_hung_directory_is_given_up_in_time_and_used_again(bench: Bench, is_closed_meanwhile: bool) -> None:
+    node = bench.open_node(REAL_LAYOUT)
+    hashes = chain(1, 16, REAL_LAYOUT)
+    node.save(hashes)
+    bench.ray.pause("directory")
+    try:
+        transfers = [node.start_load(hashes), node.start_save(chain(2, 16, REAL_LAYOUT), first_block=16)]
+        if is_closed_meanwhile:
+            time.sleep(0.05)
+            node.connector.close()
+            assert len(node.connector.poll_transfers()) == 2
+        else:
+            assert {result.outcome for result in node.results(transfers)} <= FAILURES
+            wait_missed(node, hashes)
+        before = bytes(node.pool.buffer)
+    finally:
+        bench.ray.resume("directory")
+    if is_closed_meanwhile:
+        time.sleep(0.3)
+        assert bytes(node.pool.buffer) == before
+        node = bench.open_node(REAL_LAYOUT)
+    wait_recovered(node)
+    assert node.load(hashes).num_blocks_ok == 16
+
+
+# -- other users of it --------------------------------------------------------------------------------------------------------
+def test_producer_killed_after_its_result_loses_nothing(bench: Bench) -> None:
+    node = bench.open_node()
+    peer = Peer("ray", bench.options())
+    try:
+        wait_until(lambda: peer.ask("save", seed=1, num_blocks=16) == [16, "ok"])
+        peer.ask("save", seed=2, num_blocks=16)
+    finally:
+        peer.kill()
+    assert [node.load(chain(seed, 16)).num_blocks_ok for seed in (1, 2)] == [16, 16]
+
+
+def test_object_store_full_of_others_objects_stores_nothing_and_goes_on_when_there_is_room(bench: Bench) -> None:
+    node = bench.open_node(REAL_LAYOUT)
+    hashes = chain(1, 8, REAL_LAYOUT)
+    node.save(hashes)
+    hog = CommandedProcess("tests.support.ray_hog", bench.ray.address, bench.ray.ip)
+    try:
+        assert hog.ask("fill") > 0
+        outcomes = {node.save(chain(seed, 16, REAL_LAYOUT)).outcome for seed in (2, 3)}
+        assert outcomes <= {TransferOutcome.MISS, *FAILURES}
+        assert node.load(hashes).num_blocks_ok == 8
+    finally:
+        hog.kill()
+    wait_recovered(node)
+    assert node.save(chain(4, 16, REAL_LAYOUT)).outcome is TransferOutcome.OK
+    assert node.load(chain(4, 16, REAL_LAYOUT)).num_blocks_ok == 16
+
+
+def test_value_of_another_model_under_our_name_is_never_loaded_and_replaced(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = bench.open_node()
+    hashes = chain(1, 6)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            connectors.ray_lane,
+            "pack_block_header",
+            lambda _, name, payload: pack_block_header(b"another layout..", name, payload),
+        )
+        assert node.save(hashes).outcome is TransferOutcome.OK
+    assert node.load(hashes).num_blocks_ok == 0
+    assert node.save(hashes).outcome is TransferOutcome.OK
+    assert node.load(hashes).num_blocks_ok == 6
+
+
+def test_garbage_on_the_directorys_socket_does_not_disturb_the_others(bench: Bench) -> None:
+    node = bench.open_node()
+    node.save(chain(1, 8))
+    head = b"KVRY"
+    for garbage in (
+        b"",
+        b"G",
+        b"GET / HTTP/1.1\r\n\r\n",
+        head + bytes(8),
+        head + b"\x01\0\0\0\xff\xff\xff\xff",
+        head + b"\x01\0\0\0\x02\0\0\0[]",
+        head + b"\x04\0\0\0\x00\0\0\0",
+        head + b"\x01\0\0\0\xff\0\0\0half",
+    ):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.connect(socket_address(bench.ray.address, bench.ray.ip))
+            stranger.sendall(garbage)
+            stranger.shutdown(socket.SHUT_WR)
+            stranger.settimeout(PATIENCE_S)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(64) == b""  # it ends the connection
+    assert node.load(chain(1, 8)).num_blocks_ok == 8
+
+
+def test_another_ray_node_has_the_blocks_brought_by_ray(bench: Bench) -> None:
+    second = RayNode(ip="127.0.0.3", head=bench.ray.address)
+    try:
+        node = bench.open_node(REAL_LAYOUT, op_timeout_s=10.0)
+        hashes = chain(1, 16, REAL_LAYOUT)
+        node.save(hashes)
+        other = bench.open_node(REAL_LAYOUT, is_ready=False, node_ip=second.ip, op_timeout_s=10.0)
+        wait_until(lambda: other.save(chain(5, 4, REAL_LAYOUT)).outcome is TransferOutcome.OK)
+        numbers = itertools.count()
+        wait_until(lambda: other.lookup(hashes, request_id=f"request {next(numbers)}") == 16)  # directories look for each other
+        assert other.load(hashes).num_blocks_ok == 16
+        wait_until(lambda: node.lookup(chain(5, 4, REAL_LAYOUT), request_id=f"request {next(numbers)}") == 4)
+        assert node.load([*hashes, *chain(5, 4, REAL_LAYOUT)]).num_blocks_ok == 20
+        second.kill()
+        assert other.load(hashes).num_blocks_ok == 0
+        assert node.load(chain(5, 4, REAL_LAYOUT)).num_blocks_ok == 0
+        assert node.load(hashes).num_blocks_ok == 16
+    finally:
+        second.end()
+
+
+def test_one_ray_under_two_addresses_is_one_store(bench: Bench) -> None:
+    node = bench.open_node()
+    node.save(chain(1, 8))
+    port = bench.ray.address.rpartition(":")[2]
+    other = bench.open_node(address=f"localhost:{port}")
+    assert other.load(chain(1, 8)).num_blocks_ok == 8
+    assert bench.ray.num_directories() == 1
+
+
+def test_engines_started_together_share_a_directory_that_ends_after_the_last_of_them(bench: Bench) -> None:
+    wait_until(lambda: bench.ray.num_directories() == 0)  # that of earlier tests has ended by itself
+    peers = [Peer("ray", bench.options()) for _ in range(2)]
+    try:
+        for seed, peer in enumerate(peers):
+            wait_until(lambda peer=peer, seed=seed: peer.ask("save", seed=seed, num_blocks=8) == [8, "ok"])  # type: ignore[misc]
+        assert bench.ray.num_directories() == 1
+        assert peers[0].ask("load", seed=1, num_blocks=8) == [8, "ok"]
+    finally:
+        for peer in peers:
+            peer.kill()
+    wait_until(lambda: bench.ray.num_directories() == 0)
