@@ -5,7 +5,7 @@
 A puller begins with HELLO, gets CHALLENGE, sends PROOF, gets WELCOME or REFUSED. Both macs are over the whole of HELLO and
 CHALLENGE, each with its sender's role, so that neither a replay nor a reflection passes. Then it asks, and gets one reply each:
 
-LOOKUP   count items: a lease's name (zeros: none), then hashes    FOUND  count bits: which of the hashes are here
+LOOKUP   count items: a lease's name (zeros: none), then hashes    FOUND  count bytes, 1 where the hash is here, else 0
 PULL     count hashes                                              BLOCKS count leading blocks that are here, header and payload
 RENEW, RELEASE  count names of leases                              DONE
 SUSPECT  count hashes of blocks that arrived damaged               DONE
@@ -119,23 +119,6 @@ def pack_question(kind: Kind, items: Sequence[bytes]) -> bytes:
 def split_items(payload: bytes) -> list[bytes]:
     """The items of a question."""
     return [payload[start : start + ITEM_BYTES] for start in range(0, len(payload), ITEM_BYTES)]
-
-
-def pack_bits(bits: Sequence[bool]) -> bytes:
-    """A FOUND frame."""
-    number = int("".join("1" if bit else "0" for bit in reversed(bits)) or "0", 2)
-    return pack_head(Kind.FOUND, len(bits)) + number.to_bytes(num_bit_bytes(len(bits)), "little")
-
-
-def num_bit_bytes(num_bits: int) -> int:
-    """Bytes after the head of a FOUND frame."""
-    return -(-num_bits // 8)
-
-
-def unpack_bits(payload: bytes, num_bits: int) -> list[bool]:
-    """The bits of a FOUND frame."""
-    text = f"{int.from_bytes(payload, 'little'):0{num_bits}b}"
-    return [char == "1" for char in text[::-1][:num_bits]]
 
 
 # -- the handshake ----------------------------------------------------------------------------------------------------------

@@ -105,11 +105,13 @@ class Inquiries:
         is_missing = [session is None and name not in stored for session, name in zip(found, block_hashes, strict=True)]
         if True not in is_missing:
             return found
-        now_s = time.monotonic()
         sources = others(inquiry.sources if inquiry is not None else ())
-        question = Inquiry(
-            request_id, NO_LEASE, block_hashes, is_missing.index(True), sources, now_s, now_s + self._lookup_wait_s, now_s
-        )
+        if len(sources) == 1 and (session := sources[0].session) is not None:
+            return [known or session for known in found]  # it will say so itself if it has them not
+        now_s = time.monotonic()
+        first, until_s = is_missing.index(True), now_s + self._lookup_wait_s
+        question = Inquiry(request_id, NO_LEASE, block_hashes, first, sources, now_s, until_s, now_s)
+        question.is_settled = threading.Event()
         num_asked = sum(source.ask(question) for source in sources)
         if num_asked:
             question.is_settled.wait(self._lookup_wait_s)

@@ -31,7 +31,6 @@ from connectors.tcp_frames import (
     VersionError,
     is_proof,
     is_same_layout,
-    pack_bits,
     pack_challenge,
     pack_head,
     parse_head,
@@ -206,8 +205,7 @@ class BlockServer:
         lease_name, hashes = items[0], items[1:]
         if lease_name != NO_LEASE:
             self._leases.take(stream, lease_name, hashes, time.monotonic())
-        stored = self._memory.stored
-        stream.send([pack_bits([block_hash in stored for block_hash in hashes])])
+        stream.send([pack_head(Kind.FOUND, len(hashes)), bytes(map(self._memory.stored.__contains__, hashes))])
 
     def _answer_pull(self, stream: BlockStream, items: Sequence[bytes]) -> None:
         """Blocks stay pinned until they are sent, so what arrives is what was found."""

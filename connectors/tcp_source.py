@@ -7,6 +7,7 @@ only leaves inquiries here. What a source said is believed while that connection
 from __future__ import annotations
 
 import enum
+import itertools
 import logging
 import os
 import select
@@ -26,12 +27,10 @@ from connectors.tcp_frames import (
     EndPoint,
     Kind,
     check_challenge,
-    num_bit_bytes,
     pack_hello,
     pack_proof,
     pack_question,
     parse_head,
-    unpack_bits,
 )
 from connectors.tcp_stream import BlockStream
 from core.addresses import host_of, is_loopback
@@ -83,7 +82,7 @@ class Inquiry:
     is_loading: bool = False
     pending: set[Source] = field(default_factory=set)
     answers: dict[Source, tuple[Session, frozenset[bytes]]] = field(default_factory=dict)
-    is_settled: threading.Event = field(default_factory=threading.Event)
+    is_settled: threading.Event | None = None  # where a thread waits for it
 
     @property
     def must_wait(self) -> bool:
@@ -93,7 +92,7 @@ class Inquiry:
     def settle(self, source: Source) -> None:
         """This source has answered, or will not."""
         self.pending.discard(source)
-        if not self.pending:
+        if not self.pending and self.is_settled is not None:
             self.is_settled.set()
 
 
@@ -351,11 +350,10 @@ class Source:
         for inquiry, hashes in zip(inquiries, asked, strict=True):
             stream.send([pack_question(Kind.LOOKUP, [inquiry.lease_name, *hashes])])
         for inquiry, hashes in zip(inquiries, asked, strict=True):
-            _kind, num_bits = stream.receive_head(Kind.FOUND)
-            if num_bits != len(hashes):
+            _kind, count = stream.receive_head(Kind.FOUND)
+            if count != len(hashes):
                 raise ConnectionError("it answers another question")
-            bits = unpack_bits(stream.receive(num_bit_bytes(num_bits)), num_bits) if num_bits else []
-            held = frozenset(block_hash for block_hash, is_held in zip(hashes, bits, strict=True) if is_held)
+            held = frozenset(itertools.compress(hashes, stream.receive(count)))
             inquiry.answers[self] = (session, held)
             if held and inquiry.lease_name != NO_LEASE:
                 with self._condition:

@@ -76,7 +76,8 @@ class BlockStream:
     def receive(self, num_bytes: int) -> bytes:
         """Exactly so many bytes, of a small frame."""
         received = bytearray(num_bytes)
-        self.fill([memoryview(received)])
+        if num_bytes:
+            self.fill([memoryview(received)])
         return bytes(received)
 
     def receive_head(self, expected: Kind | None = None) -> tuple[Kind, int]:
