@@ -42,7 +42,7 @@ class Leases:
             old = self._lease_by_name.get((holder, name))
             if old is None and len(self._lease_by_name) >= _MAX_LEASES:
                 return
-            room = self._memory.num_slots // 2 - self._num_slots
+            room = self._memory.num_slots // 2 - self._num_slots + (len(old.slots) if old is not None else 0)
             slots = self._memory.pin_present(block_hashes, max(0, room))
             started_s = now_s
             if old is not None:

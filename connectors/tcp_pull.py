@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import xxhash
+
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, check_block
 from connectors.tcp_frames import MAX_PULLED, Kind, pack_question
 from connectors.tcp_source import Source
@@ -20,6 +22,7 @@ from connectors.tcp_stream import BlockStream
 logger = logging.getLogger(__name__)
 
 _UNIT_BYTES = 2 * 1024 * 1024
+_PIECE_BYTES = 384 * 1024  # received and then summed up while it is in the core's cache
 _NUM_AHEAD = 2  # units asked for on one stream
 
 
@@ -105,9 +108,13 @@ class Pull:
         header = memoryview(bytearray(BLOCK_HEADER_BYTES))
         checks = self._report.checks
         for position in unit[:count]:
-            stream.fill([header, self._payloads[position]])
+            payload, checksum = self._payloads[position], xxhash.xxh3_64()
+            for start in range(0, len(payload), _PIECE_BYTES):
+                piece = payload[start : start + _PIECE_BYTES]
+                stream.fill([piece] if start else [header, piece])
+                checksum.update(piece)
             checks[position] = check_block(
-                bytes(header), self._payloads[position], self._fingerprint, self._block_hashes[position]
+                bytes(header), payload, self._fingerprint, self._block_hashes[position], checksum.intdigest()
             )
         for position in unit[count:]:  # it has them no longer, or not all
             checks[position] = None

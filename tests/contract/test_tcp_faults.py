@@ -50,7 +50,7 @@ def wait_used(node: Node, source: Peer, seed: int) -> None:
     while node.load(chain(seed, 4), f"used {time.monotonic()}").num_blocks_ok < 4:
         assert time.monotonic() < deadline_s, "the source is not used again"
         time.sleep(0.02)
-    wait_until(lambda: ask(node, f"used {time.monotonic()}", chain(seed, 4)) == 4)
+    assert node.lookup(chain(seed, 4), request_id=f"used {seed}") == 4
 
 
 def assert_pool_is_left_alone(node: Node, meanwhile: Callable[[], object]) -> None:
