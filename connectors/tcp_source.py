@@ -146,8 +146,10 @@ class Source:
             if self.state is SourceState.DOWN or self._is_closing or len(self._inquiries) >= _MAX_INQUIRIES:
                 return False
             inquiry.pending.add(self)
+            is_awake = bool(self._inquiries)  # it takes all that there are
             self._inquiries.append(inquiry)
-        self._wake()
+        if not is_awake:
+            self._wake()
         return True
 
     def release(self, lease_name: bytes) -> None:
