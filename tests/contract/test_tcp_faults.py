@@ -6,6 +6,7 @@ the pool after a result, and the source is used again soon after it is well.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import signal
@@ -18,13 +19,25 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from connectors.stored_block import BLOCK_HEADER_BYTES
-from connectors.tcp_frames import HEAD_BYTES, MAGIC, VERSION, Kind, Refusal, pack_head
+from connectors.tcp_frames import (
+    CHALLENGE_BYTES,
+    HEAD_BYTES,
+    MAC_BYTES,
+    MAGIC,
+    NONCE_BYTES,
+    VERSION,
+    Kind,
+    Refusal,
+    pack_head,
+    pack_hello,
+    pack_question,
+)
 from connectors.tcp_stream import BlockStream
 from core.kv.connector import TransferOutcome
 from tests.contract.contract import open_descriptors
 from tests.contract.node import PAGES_LAYOUT, Node, chain, content_of, wait_until
 from tests.contract.peer import Peer
-from tests.contract.tcp_bench import PATIENCE_S, TcpBench, ask, block_value, connector_of, free_port
+from tests.contract.tcp_bench import PATIENCE_S, TcpBench, ask, block_value, connector_of, end_point, free_port
 from tests.support.delaying_proxy import HOST
 
 RECOVERY_S = 5.0
@@ -95,10 +108,11 @@ def test_source_restarted_empty_is_a_miss_and_used_again(bench: TcpBench) -> Non
     source = bench.open_process(port)
     node = bench.open_node(f"{HOST}:{port}")
     wait_used(node, source, seed=1)
+    assert node.lookup(chain(1, 4), request_id="before and after") == 4
     source.kill()
     source = bench.open_process(port)
+    wait_until(lambda: ask(node, "before and after", chain(1, 4)) == 0)
     assert node.load(chain(1, 4)).num_blocks_ok == 0
-    wait_until(lambda: ask(node, "after", chain(1, 4)) == 0)
     wait_used(node, source, seed=2)
 
 
@@ -289,6 +303,25 @@ def test_other_secret_is_a_miss_and_never_shown(
     assert friend.load(chain(1, 4)).num_blocks_ok == 4
 
 
+@pytest.mark.parametrize("proof", [bytes(MAC_BYTES), b"", b"reflected"])
+def test_puller_without_the_secret_gets_no_byte_of_a_block(bench: TcpBench, proof: bytes) -> None:
+    source = bench.open_node(secret=b"a" * 32)
+    source.save(chain(1, 4))
+    port = int(source.connector.kv_address.rpartition(":")[2])
+    with socket.create_connection((HOST, port), 5.0) as connection:
+        connection.sendall(pack_hello(end_point(), bytes(NONCE_BYTES)))
+        challenge = connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+        if proof:
+            connection.sendall(pack_head(Kind.PROOF) + (proof if proof != b"reflected" else challenge[-MAC_BYTES:]))
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(pack_question(Kind.PULL, chain(1, 4)))
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            while chunk := connection.recv(65536):
+                received += chunk
+    assert received in (b"", pack_head(Kind.REFUSED, Refusal.SECRET))
+
+
 def test_source_of_another_layout_is_a_miss(bench: TcpBench, caplog: pytest.LogCaptureFixture) -> None:
     source = bench.open_node(layout=PAGES_LAYOUT)
     node = bench.open_node(source.connector.kv_address)
@@ -329,12 +362,13 @@ def test_source_of_another_version_is_a_miss_that_says_so(bench: TcpBench, caplo
     assert f"it speaks version {VERSION + 1} of the protocol, this process version {VERSION}" in caplog.text
 
 
-def test_own_address_among_the_peers_is_harmless(bench: TcpBench) -> None:
+def test_own_address_among_the_peers_is_not_asked(bench: TcpBench, caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
     node = bench.open_node(f"{HOST}:{port}", f"localhost:{port}", port=port)
     node.save(chain(1, 4))
     assert node.lookup(chain(1, 8)) == 4
     assert node.load(chain(1, 8)).num_blocks_ok == 4
+    assert "it is this node itself" in caplog.text
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------------
