@@ -71,38 +71,41 @@ class BlockMemory:
         return self._bytes[start : start + self.layout.block_bytes]
 
     # -- slots ---------------------------------------------------------------------------------------------------------
-    def store(self, block_hash: bytes, payload: memoryview, protected: Collection[bytes]) -> bool:
-        """Copy a block in; the least recently used one goes for it. False: that is one of `protected`, or all are pinned."""
-        slot = self._claim(protected)
-        if slot is None:
-            return False
-        is_new = False
-        try:
-            np.copyto(self._payload(slot), np.frombuffer(payload, dtype=np.uint8))
-            self._header_by_slot[slot] = pack_block_header(self.layout.fingerprint, block_hash, payload)
-            is_new = True
-        finally:
-            with self._mutex:
-                if not is_new or block_hash in self._slot_by_hash:  # failed, or somebody else's copy is there already
-                    self._free_slots.append(slot)
-                else:
-                    self._hash_by_slot[slot] = block_hash
-                    self._slot_by_hash[block_hash] = slot
-                    self._order[block_hash] = None
-        return True
-
-    def _claim(self, protected: Collection[bytes]) -> int | None:
+    def claim(self, num_slots: int, protected: Collection[bytes]) -> list[int]:
+        """Slots to fill() or give_back(), for which the least recently used blocks go. Fewer than asked for when the next to go
+        is one of `protected`, or all are pinned."""
+        slots: list[int] = []
         with self._mutex:
-            if self._free_slots:
-                return self._free_slots.pop()
-            oldest = next(iter(self._order), None)
-            if oldest is None or oldest in protected:
-                return None
-            del self._order[oldest]
-            slot = self._slot_by_hash.pop(oldest)
-            self._hash_by_slot[slot] = None
-            self.num_evictions += 1
-            return slot
+            while len(slots) < num_slots:
+                if self._free_slots:
+                    slots.append(self._free_slots.pop())
+                    continue
+                oldest = next(iter(self._order), None)
+                if oldest is None or oldest in protected:
+                    break
+                del self._order[oldest]
+                slot = self._slot_by_hash.pop(oldest)
+                self._hash_by_slot[slot] = None
+                self.num_evictions += 1
+                slots.append(slot)
+        return slots
+
+    def fill(self, slot: int, block_hash: bytes, payload: memoryview) -> None:
+        """Copy a block into a claimed slot; it is findable then. Where somebody else's copy is there already, that one stays."""
+        np.copyto(self._payload(slot), np.frombuffer(payload, dtype=np.uint8))
+        self._header_by_slot[slot] = pack_block_header(self.layout.fingerprint, block_hash, payload)
+        with self._mutex:
+            if block_hash in self._slot_by_hash:
+                self._free_slots.append(slot)
+            else:
+                self._hash_by_slot[slot] = block_hash
+                self._slot_by_hash[block_hash] = slot
+                self._order[block_hash] = None
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        """Claimed slots that were not filled."""
+        with self._mutex:
+            self._free_slots.extend(slots)
 
     def touch(self, block_hashes: Sequence[bytes]) -> None:
         """These are in use, the first of them most: parents outlive their children."""

@@ -212,17 +212,18 @@ class TcpConnector(KVConnector):
         memory.touch(chain)
         first_positions = {name: position for position, name in reversed(list(enumerate(names)))}
         new = sorted(position for name, position in first_positions.items() if name not in memory.stored)
+        slot_by_position = dict(zip(new, memory.claim(len(new), protected), strict=False))  # the first of them, if not all fit
         moved: list[int] = []
 
-        def store(positions: Sequence[int]) -> None:
+        def fill(positions: Sequence[int]) -> None:
             for position in positions:
-                if self._workers.should_stop(transfer):
-                    return
-                if not memory.store(names[position], self._pool.block(transfer.block_ids[position]), protected):
-                    return
-                moved.append(position)
+                if not self._workers.should_stop(transfer):
+                    block_id, slot = transfer.block_ids[position], slot_by_position[position]
+                    memory.fill(slot, names[position], self._pool.block(block_id))
+                    moved.append(position)
 
-        self._workers.run_jobs([functools.partial(store, part) for part in self._parts(new)])
+        self._workers.run_jobs([functools.partial(fill, part) for part in self._parts(list(slot_by_position))])
+        memory.give_back(slot_by_position[position] for position in slot_by_position.keys() - set(moved))
         memory.touch(chain)
         stored = memory.stored
         num_ok = next((position for position, name in enumerate(names) if name not in stored), len(names))
@@ -264,9 +265,9 @@ class TcpConnector(KVConnector):
         self._workers.run_jobs(jobs)
         for position, check in report.checks.items():
             if check not in (BlockCheck.OK, None):  # whatever is wrong with it: nobody shall be sent for it again
-                if (holder := holders[position]) is None or names[position] in memory.stored:
+                if position in own:
                     memory.forget(names[position])
-                else:
+                elif (holder := holders[position]) is not None:
                     holder.source.suspect(names[position])
         return self._load_result(transfer, report)
 

@@ -146,7 +146,7 @@ class BlockServer:
             self._streams.add(stream)
             thread = threading.Thread(target=self._serve, args=(stream,), name="kv-tcp-serve", daemon=True)
             self._threads.add(thread)
-        thread.start()
+            thread.start()  # before close() can find it
 
     # -- a connection's thread -----------------------------------------------------------------------------------------
     def _serve(self, stream: BlockStream) -> None:

@@ -113,7 +113,10 @@ class Memory:
         stored = []
         for name in names:
             self.pool.block(0)[:] = content_of(name)
-            stored.append(self.memory.store(name, self.pool.block(0), protected))
+            slots = self.memory.claim(1, protected)
+            for slot in slots:
+                self.memory.fill(slot, name, self.pool.block(0))
+            stored.append(bool(slots))
         return stored
 
     def read(self, name: bytes) -> BlockCheck | None:
@@ -159,6 +162,20 @@ def test_memory_forgotten_while_pinned_is_freed_when_the_last_pin_goes() -> None
     bench.memory.unpin(slots)
     assert bench.store(second) == [True]
     assert bench.read(second) is BlockCheck.OK
+
+
+def test_memory_claimed_slots_are_given_back_or_filled_once() -> None:
+    bench = Memory(4)
+    first, *_ = chain(1, 4)
+    assert len(bench.memory.claim(9, ())) == 4
+    assert bench.store(first) == [False]
+    bench.memory.give_back(range(4))
+    slots = bench.memory.claim(2, ())
+    bench.pool.block(0)[:] = content_of(first)
+    for slot in slots:
+        bench.memory.fill(slot, first, bench.pool.block(0))
+    assert list(bench.memory.stored) == [first] and bench.read(first) is BlockCheck.OK
+    assert len(bench.memory.claim(9, (first,))) == 3
 
 
 def test_memory_any_history_agrees_with_an_ordered_dict() -> None:
