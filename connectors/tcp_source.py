@@ -10,7 +10,6 @@ import enum
 import itertools
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -37,7 +36,7 @@ from core.addresses import host_of, is_loopback
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.5
+_TICK_S = 0.1  # how late the end of a connection may be noticed over which nothing is asked
 _FIRST_RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
 _QUICK_S = 0.1  # an attempt that failed so soon costs a request next to nothing, so each one may try again
@@ -118,7 +117,7 @@ class Source:
         self._op_timeout_s = op_timeout_s
         self._renew_s = renew_s
         self._on_news = on_news
-        self._condition = threading.Condition()  # of the seven below
+        self._condition = threading.Condition()  # of all below
         self._inquiries: list[Inquiry] = []
         self._releases: list[bytes] = []
         self._suspects: list[bytes] = []
@@ -129,8 +128,6 @@ class Source:
         self._is_kicked = False
         self._failed_quickly = False
         self._last_complaint = ""
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_writer.setblocking(False)
         self._thread = threading.Thread(target=self._run, name=f"kv-tcp-{address}", daemon=True)
         self._thread.start()
 
@@ -146,10 +143,9 @@ class Source:
             if self.state is SourceState.DOWN or self._is_closing or len(self._inquiries) >= _MAX_INQUIRIES:
                 return False
             inquiry.pending.add(self)
-            is_awake = bool(self._inquiries)  # it takes all that there are
             self._inquiries.append(inquiry)
-        if not is_awake:
-            self._wake()
+            # No system call wakes the thread, because the step thread would let go of the GIL in it, and wait to have it back.
+            self._condition.notify_all()
         return True
 
     def release(self, lease_name: bytes) -> None:
@@ -158,14 +154,14 @@ class Source:
             if self._leases.pop(lease_name, None) is None:
                 return
             self._releases.append(lease_name)
-        self._wake()
+            self._condition.notify_all()
 
     def suspect(self, block_hash: bytes) -> None:
         """This block arrived damaged: the source shall check it."""
         with self._condition:
             if len(self._suspects) < _MAX_INQUIRIES:
                 self._suspects.append(block_hash)
-        self._wake()
+                self._condition.notify_all()
 
     def stop(self) -> None:
         """Make every wait for this source fail, and the thread end, which lets go of everything. Safe to repeat."""
@@ -175,7 +171,6 @@ class Source:
             self._condition.notify_all()
         for stream in streams:
             stream.abort()
-        self._wake()
 
     def wait_ended(self, timeout_s: float) -> bool:
         """After stop(): whether the thread has ended, and let go of everything."""
@@ -251,12 +246,6 @@ class Source:
         return process_id
 
     # -- this source's thread ------------------------------------------------------------------------------------------
-    def _wake(self) -> None:
-        try:
-            self._wake_writer.send(b"!")
-        except OSError:  # it is full: awake already; or closed
-            return
-
     def _run(self) -> None:
         pause_s = _FIRST_RETRY_S
         while not self._is_closing:
@@ -286,9 +275,6 @@ class Source:
             self._pause(pause_s, failed_quickly=False)
         self._settle_all()
         self._drop_idle_streams()
-        with self._condition:
-            self._wake_reader.close()
-            self._wake_writer.close()
 
     def _pause(self, pause_s: float, *, failed_quickly: bool) -> None:
         """Be down, until it is time for another attempt or a request wants one."""
@@ -312,20 +298,13 @@ class Source:
 
     def _serve(self, stream: BlockStream, session: Session) -> None:
         """Ask what is to be asked until the connection fails or this source is closed. Raises OSError."""
-        poller = select.poll()
-        poller.register(stream, select.POLLIN)
-        poller.register(self._wake_reader, select.POLLIN)
         renew_due_s = time.monotonic() + self._renew_s
         self._last_complaint = ""
         while not self._is_closing:
             with self._condition:
-                has_work = bool(self._inquiries or self._releases or self._suspects)
-            if not has_work:
-                ready = {descriptor for descriptor, _event in poller.poll(_TICK_S * 1000)}
-                if stream.fileno() in ready:
-                    raise ConnectionError("it closed the connection")
-                if self._wake_reader.fileno() in ready:
-                    self._wake_reader.recv(4096)
+                self._condition.wait_for(lambda: self._inquiries or self._releases or self._suspects or self._is_closing, _TICK_S)
+            if stream.is_stale():
+                raise ConnectionError("it closed the connection")
             self._release_idle()
             with self._condition:
                 inquiries, self._inquiries = self._inquiries[:_PIPELINED], self._inquiries[_PIPELINED:]
