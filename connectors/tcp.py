@@ -89,7 +89,8 @@ class TcpConnector(KVConnector):
         if source is not None or address == self.kv_address:
             return source
         with self._mutex:
-            if self._is_closed or (len(self._source_by_address) >= _MAX_SOURCES and not self._forget_sources()):
+            self._forget_sources()
+            if self._is_closed or len(self._source_by_address) >= _MAX_SOURCES:
                 return None
             options = self._options
             source = Source(
@@ -98,15 +99,14 @@ class TcpConnector(KVConnector):
             self._source_by_address[address] = source
             return source
 
-    def _forget_sources(self) -> bool:
-        """Make room among the sources; the caller holds the mutex."""
+    def _forget_sources(self) -> None:
+        """Stop those that no request names any more: nodes come and go. The caller holds the mutex."""
         now_s = time.monotonic()
         for address, source in list(self._source_by_address.items()):
             if source not in self._peers and now_s - source.last_named_s > _FORGET_AFTER_S:
                 source.stop()
                 self._ended_sources.append(self._source_by_address.pop(address))
         self._ended_sources = [source for source in self._ended_sources if not source.wait_ended(0.0)]
-        return len(self._source_by_address) < _MAX_SOURCES
 
     # -- worker half ---------------------------------------------------------------------------------------------------
     def register_kv_cache(self, pool: KVPoolMemory) -> None:

@@ -34,6 +34,7 @@ from connectors.tcp_frames import (
 )
 from connectors.tcp_stream import BlockStream
 from core.kv.connector import TransferOutcome
+from deploy.topology import find_free_ports
 from tests.contract.contract import open_descriptors
 from tests.contract.node import PAGES_LAYOUT, Node, chain, content_of, wait_until
 from tests.contract.peer import Peer
@@ -171,6 +172,20 @@ def test_named_source_is_used_and_a_dead_one_beside_it_costs_nothing(bench: TcpB
     wait_until(lambda: answers.append(ask(node, "named", hashes, dead, *addresses)) or answers[-1] is not None)
     assert answers[-1] == 12
     assert node.load(hashes, "named").num_blocks_ok == 12
+
+
+def test_source_that_nobody_names_any_more_is_forgotten(bench: TcpBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = bench.open_node(lookup_wait_s=0.3)
+    peer = bench.open_node()
+    peer.save(chain(1, 4))
+    num_threads = threading.active_count()
+    addresses = [f"{HOST}:{port}" for port in find_free_ports(HOST, 4)]
+    for number, address in enumerate(addresses):
+        wait_until(lambda address=address, number=number: ask(node, f"request {number}", chain(1, 4), address) == 0)  # type: ignore[misc]
+    assert threading.active_count() == num_threads + len(addresses)
+    monkeypatch.setattr("connectors.tcp._FORGET_AFTER_S", 0.0)
+    wait_until(lambda: ask(node, "last", chain(1, 4), peer.connector.kv_address) == 4)
+    wait_until(lambda: not any(thread.name == f"kv-tcp-{address}" for thread in threading.enumerate() for address in addresses))
 
 
 @pytest.mark.parametrize("address", ["nonsense", "203.0.113.7:9", "127.0.0.1:0", "127.0.0.1:99999", ":", "[::1", "x" * 200])
