@@ -33,6 +33,7 @@ from connectors.tcp_frames import (
     pack_question,
 )
 from connectors.tcp_stream import BlockStream
+from core.errors import ConfigError
 from core.kv.connector import TransferOutcome
 from deploy.topology import find_free_ports
 from tests.contract.contract import open_descriptors
@@ -384,6 +385,23 @@ def test_own_address_among_the_peers_is_not_asked(bench: TcpBench, caplog: pytes
     assert node.lookup(chain(1, 8)) == 4
     assert node.load(chain(1, 8)).num_blocks_ok == 4
     assert "it is this node itself" in caplog.text
+
+
+def test_port_in_use_is_refused_and_leaves_nothing(bench: TcpBench) -> None:
+    port = int(bench.open_node().connector.kv_address.rpartition(":")[2])
+    num_threads = threading.active_count()
+    with pytest.raises(ConfigError, match=rf"connector\.options\.host, port: got '127\.0\.0\.1:{port}'"):
+        bench.open_node(port=port)
+    assert threading.active_count() == num_threads
+
+
+def test_node_beyond_loopback_with_a_secret_is_pulled_from_at_its_advertised_address(bench: TcpBench) -> None:
+    secret = b"s" * 32
+    source = bench.open_node(secret=secret, host="0.0.0.0", advertise=HOST)
+    source.save(chain(1, 4))
+    node = bench.open_node(source.connector.kv_address, secret=secret)
+    assert node.lookup(chain(1, 4)) == 4
+    assert node.load(chain(1, 4)).num_blocks_ok == 4
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------------

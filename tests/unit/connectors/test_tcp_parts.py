@@ -266,14 +266,10 @@ def test_bad_option_is_refused_by_name(name: str, value: object) -> None:
         ({"host": "node-7.cluster"}, "host"),
         ({"capacity_bytes": 100}, "capacity_bytes"),
         ({"key_file": "/no/such/file"}, "key_file"),
-        ({"host": "127.0.0.1", "port": 1}, "host, port"),
         ({"host": "::1%nowhere"}, "host"),
     ],
 )
 def test_node_that_cannot_serve_as_told_is_refused_before_it_starts(options: dict[str, Any], field: str) -> None:
-    if options.get("port") == 1:
-        options = {**options, "host": "203.0.113.1"}
-        field = "host"
     with pytest.raises(ConfigError, match=rf"connector\.options\.{field}"):
         create_connector("tcp", options, SteppedClock()).register_kv_cache(KVPoolMemory(LAYOUT, 1))
 
