@@ -35,7 +35,7 @@ NUM_KNOWN_BLOCKS = 1_000_000
 NUM_LOOKUPS = 3000
 
 
-MEDIA = ("nvme", "ray", "redis", "shm")  # modules of bench.media
+MEDIA = ("nvme", "ray", "redis", "shm", "tcp")  # modules of bench.media
 
 
 class Driver:
@@ -112,6 +112,8 @@ def measure(backend_name: str, block_kib: int) -> dict[str, float]:
             names = [os.urandom(16) for _ in range(num_blocks)]
             started_cpu_s = time.process_time()
             for direction in (TransferDirection.SAVE, TransferDirection.LOAD):
+                if direction is TransferDirection.LOAD:
+                    medium.before_load(driver.connector, names)
                 seconds = driver.move(direction, names)
                 if round_number:  # the first warms up
                     speeds[direction.value].append(num_bytes / seconds / 1e9)

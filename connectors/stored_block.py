@@ -42,9 +42,12 @@ def pack_block_header(layout_fingerprint: bytes, block_hash: bytes, payload: Pay
     return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
 
-def check_block(header: bytes, payload: Payload, layout_fingerprint: bytes, block_hash: bytes) -> BlockCheck:
+def check_block(
+    header: bytes, payload: Payload, layout_fingerprint: bytes, block_hash: bytes, payload_checksum: int | None = None
+) -> BlockCheck:
     """Whether header and payload are what was stored under block_hash. Both must be the reader's own copy, because a store
-    may recycle the place at any moment; a header of the wrong length is CORRUPT."""
+    may recycle the place at any moment; a header of the wrong length is CORRUPT. payload_checksum: the payload's xxh3_64, if the
+    reader has computed it while the bytes came."""
     if len(header) != BLOCK_HEADER_BYTES:
         return BlockCheck.CORRUPT
     if header == _NEVER_WRITTEN:
@@ -57,6 +60,8 @@ def check_block(header: bytes, payload: Payload, layout_fingerprint: bytes, bloc
         return BlockCheck.CORRUPT
     if stored_fingerprint != layout_fingerprint or stored_hash != block_hash:
         return BlockCheck.MISS
-    if payload_bytes != len(payload) or checksum != xxhash.xxh3_64_intdigest(payload):
+    if payload_checksum is None:
+        payload_checksum = xxhash.xxh3_64_intdigest(payload)
+    if payload_bytes != len(payload) or checksum != payload_checksum:
         return BlockCheck.CORRUPT
     return BlockCheck.OK

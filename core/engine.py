@@ -95,6 +95,7 @@ class EngineCore:
         priority: int = 0,
         cache_salt: str = "",
         time_left_s: float = float("inf"),
+        kv_sources: tuple[str, ...] = (),
     ) -> None:
         """Queue a request. output_token_ids: tokens that were sampled elsewhere already.
 
@@ -121,6 +122,7 @@ class EngineCore:
             arrival_s=now_s,
             deadline_s=now_s + time_left_s,
             root_hash=self.model.namespace.root_hash(cache_salt),
+            kv_sources=kv_sources,
             stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
             max_total_tokens=min(limit, self.model.max_model_len),
         )

@@ -63,6 +63,10 @@ class NodeServer:
         self._core = NodeCore(NodeIdentity(node_id, role, generation), engine)
         self._labels = {"model_name": config.model.name, "node_id": node_id, "role": role}
         metrics_address = self._serve_metrics()
+        keys = load_keys(config.security.keys, NODE)
+        if connector is not None:  # last of what can fail: a node that cannot start must leave no store behind
+            connector.cluster_secret = keys.derive_secret("connector") if keys is not None else b""
+            connector.register_kv_cache(pool)
         self._link = NodeLink(
             options.router,
             messages.Register(
@@ -74,12 +78,12 @@ class NodeServer:
                 num_blocks=pool.num_blocks,
                 connector=connector.name if connector else "none",
                 metrics_address=metrics_address,
+                kv_address=connector.kv_address if connector else "",
             ),
-            load_keys(config.security.keys, NODE),
+            keys,
         )
         if connector is not None:
             connector.on_result = self._link.wake_step_thread
-            connector.register_kv_cache(pool)  # last: a node that cannot start must leave no store behind
 
     def run(self) -> int:
         """Serve until drained, refused or told to stop. This is the step thread."""

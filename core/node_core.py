@@ -99,6 +99,7 @@ class NodeCore:
                 priority=command.priority,
                 cache_salt=command.cache_salt,
                 time_left_s=command.time_left_s,
+                kv_sources=command.kv_sources,
             )
         except (InvalidInputError, OverloadedError, ValueError) as error:
             return [_refusal(command.request_id, str(error))]

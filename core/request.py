@@ -52,7 +52,8 @@ class Request:
     """One request. Tokens are counted from the start of the prompt; blocks are of block_size tokens.
 
     token_ids: prompt followed by output. num_computed_tokens: leading tokens whose KV is in our blocks, or will be once the steps
-    in flight are done. block_hashes: names of the leading full blocks of token_ids, as far as they were needed.
+    in flight are done. block_hashes: names of the leading full blocks of token_ids, as far as they were needed. kv_sources: nodes
+    that have computed some of them; see PrefixLookup.
     num_committed_blocks: leading blocks that the prefix cache knows. num_saved_blocks: leading blocks handed to the store.
     """
 
@@ -66,6 +67,7 @@ class Request:
     arrival_s: float = 0.0
     deadline_s: float = float("inf")
     root_hash: bytes = b""
+    kv_sources: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     max_total_tokens: int = 0  # prompt + output at which the request ends
 

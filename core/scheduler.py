@@ -67,7 +67,7 @@ class Scheduler:
         if len(self._waiting) and request.may_hit and self._kv.enable_prefix_caching:
             # It will not be its turn in the next step: ask the store now, so that the answer is known then.
             self._kv.extend_hashes(request)
-            self._ledger.num_external_blocks(request.request_id, request.block_hashes, 0)
+            self._ledger.num_external_blocks(request.request_id, request.block_hashes, 0, request.kv_sources)
         self._waiting.push(request)
 
     def finish_request(self, request_id: str) -> bool:
@@ -293,7 +293,7 @@ class Scheduler:
             self._wait_for_transfer(request, transfer_id)
             return _Admission.LOADING
         hashes = request.block_hashes[: kv.max_hit_blocks(request)]
-        num_external = ledger.num_external_blocks(request.request_id, hashes, num_local)
+        num_external = ledger.num_external_blocks(request.request_id, hashes, num_local, request.kv_sources)
         if num_external is None:
             now_s = self._clock.now_s()
             if request.lookup_started_s is None:

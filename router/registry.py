@@ -5,6 +5,7 @@ No sockets and no clocks live here. RouterCore is the one writer; routing polici
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -52,6 +53,7 @@ class NodeState:
     num_in_flight_tokens: int = 0
     numbers: MessageNumbers = field(default_factory=lambda: MessageNumbers(0))
     suspects: set[str] = field(default_factory=set)  # wire ids in flight of requests that nodes have died with
+    kv_address: str = ""
     drain_deadline_s: float | None = None  # set once it was told to drain: from then on its requests are handed over
 
     @property
@@ -150,6 +152,7 @@ class NodeRegistry:
             num_blocks=message.num_blocks,
             connector=message.connector,
             metrics_address=message.metrics_address,
+            kv_address=message.kv_address,
             numbers=MessageNumbers(message.registration_index),
             registered_s=now_s,
             last_heartbeat_s=now_s,
@@ -242,6 +245,11 @@ class NodeRegistry:
     def connected(self) -> list[NodeState]:
         """All nodes that are not down."""
         return [node for node in self.nodes.values() if node.is_connected]
+
+    def kv_addresses(self, node_ids: Iterable[str]) -> tuple[str, ...]:
+        """Where the KV that these nodes have saved can be had, of those that are connected and keep it themselves."""
+        nodes = [self.nodes[node_id] for node_id in node_ids if node_id in self.nodes]
+        return tuple(node.kv_address for node in nodes if node.is_connected and node.kv_address)
 
     def candidates(self, role: str) -> list[NodeSnapshot]:
         """Nodes of a role that may get new requests, in order of node_id."""

@@ -41,12 +41,16 @@ class RequestSpec:
 # -- actions -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send `message` to the node and count it against the node. reason: prefill, handoff, local_prefill, drain or retry."""
+    """Send `message` to the node and count it against the node. reason: prefill, handoff, local_prefill, drain or retry.
+
+    source_node_ids: other nodes that have had the request, the latest first: they may have saved KV of it.
+    """
 
     node_id: str
     message: Generate
     reason: str
     is_suspect: bool = False
+    source_node_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,7 @@ class RequestFlow:
     _has_tried_prefill: bool = False
     _has_moved: bool = False  # lost or left its node since the last dispatch
     _faulty_node_ids: set[str] = field(default_factory=set)
+    _past_node_ids: list[str] = field(default_factory=list)  # that have had it, the latest first, each once
     _last_fault: str = ""
     _moving_reason: str = ""  # set while a request with output tokens is between a lost decode node and its next token
     _prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -388,7 +393,8 @@ class RequestFlow:
             priority=self.spec.priority,
             cache_salt=self.spec.cache_salt,
         )
-        return Dispatch(node_id, message, reason, self.is_suspect)
+        self._past_node_ids = [node_id, *(past for past in self._past_node_ids if past != node_id)]
+        return Dispatch(node_id, message, reason, self.is_suspect, tuple(self._past_node_ids[1:]))
 
     # -- faults and ends -----------------------------------------------------------------------------------------------
     def _fault(self, reason: str, detail: str, now_s: float) -> list[Action]:

@@ -10,10 +10,13 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from core.clock import Clock
 from core.config import RouterOptions
 from core.errors import OverloadedError
 from core.wire.messages import (
+    MAX_KV_SOURCES,
     MAX_TEXT_CHARS,
     Abort,
     AuditReply,
@@ -368,6 +371,8 @@ class RouterCore:
 
     def _dispatch(self, tracked: _Tracked, action: Dispatch) -> None:
         message = action.message
+        if kv_sources := self.registry.kv_addresses(action.source_node_ids)[:MAX_KV_SOURCES]:
+            message = msgspec.structs.replace(message, kv_sources=kv_sources)
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
         self.registry.start_dispatch(action.node_id, message.request_id, num_tokens, is_suspect=action.is_suspect)
         self._metrics.routed_requests.labels(self._options.policy, action.node_id, action.reason).inc()

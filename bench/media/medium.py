@@ -25,6 +25,9 @@ class Medium(ABC):
     def options(self) -> dict[str, Any]:
         """The connector's."""
 
+    def before_load(self, connector: KVConnector, block_hashes: Sequence[bytes]) -> None:  # noqa: B027 - most need nothing
+        """These were saved and will be loaded: what is to be done for it to be the load that is meant."""
+
     @abstractmethod
     def limit_gbps(self, direction: TransferDirection, num_bytes: int) -> float:
         """Move about num_bytes in blocks past the connector; GB/s."""

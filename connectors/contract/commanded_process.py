@@ -44,6 +44,15 @@ class CommandedProcess:
         self.send(do, **arguments)
         return self.answer()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def signal(self, number: int) -> None:
+        """SIGSTOP, SIGCONT."""
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """SIGKILL: it has no chance to clean up. Safe to repeat."""
         self._process.kill()

@@ -29,6 +29,7 @@ class ConnectorHarness(ABC):
     connector_name: str
     is_persistent = False  # blocks outlive the last user of a store
     is_shared = True  # other processes see a saved block
+    is_one_place = True  # a block outlives the node that saved it while others use the store, and is kept once
     max_file_bytes = 0  # a process that may write files of this size cannot hold 512 blocks; 0: the store has no files
     min_usable_fraction = 0.8  # of what is stored after evictions, the part that some prefix still reaches
 

@@ -37,7 +37,8 @@ class ProcessContract:
             assert [first.answer(), second.answer()] == [[16, "ok"]] * 2
         node = harness.open_node()
         assert [node.load(chain(seed, 16)).num_blocks_ok for seed in range(8)] == [16] * 8
-        assert node.stats().store_blocks == 8 * 16
+        if harness.is_one_place:
+            assert node.stats().store_blocks == 8 * 16
 
     def test_processes_saving_and_loading_under_pressure_never_see_wrong_bytes(self, harness: ConnectorHarness) -> None:
         peers = [harness.open_peer(num_blocks=100) for _ in range(2)]
@@ -100,7 +101,9 @@ class ProcessContract:
         node.save(chain(1, 16))
         assert peer.ask("load", seed=1, num_blocks=16) == [16, "ok"]
         node.connector.close()
-        assert peer.ask("load", seed=1, num_blocks=16) == [16, "ok"]
+        expected = [16, "ok"] if harness.is_one_place else [0, "miss"]
+        assert peer.ask("load", seed=1, num_blocks=16) == expected
+        assert peer.ask("save", seed=2, num_blocks=16) == [16, "ok"]
         peer.ask("close")
 
     def _check_whole_capacity_is_usable(self, harness: ConnectorHarness, num_blocks: int) -> None:

@@ -34,11 +34,15 @@ class TransferOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
-    """A request's question to a store: the hashes of all full blocks of its tokens, first to last, of block_size tokens each."""
+    """A request's question to a store: the hashes of all full blocks of its tokens, first to last, of block_size tokens each.
+
+    sources: kv_address of nodes that have computed some of them, where blocks stay with the node that saved them.
+    """
 
     request_id: str
     block_hashes: Sequence[bytes]
     block_size: int
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,13 @@ class KVConnector(ABC):
     # an idle engine wakes up. Set by the engine, if at all, before the first transfer. Comes from a thread of the connector's: it
     # must be quick and not call back.
     on_result: Callable[[], None] | None = None
+
+    # Where blocks stay with the node that saved them: HOST:PORT at which other nodes get them, known after register_kv_cache. ""
+    # where all nodes share one store.
+    kv_address: str = ""
+
+    # A secret that the nodes of a cluster share, and nobody else has; b"" without keys. Set before register_kv_cache, if at all.
+    cluster_secret: bytes = b""
 
     # -- scheduler half ------------------------------------------------------------------------------------------------
     @abstractmethod

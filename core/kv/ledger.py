@@ -104,11 +104,13 @@ class TransferLedger:
         """The transfer that is bringing this block, if one is."""
         return self._transfer_id_by_loading_hash.get(block_hash)
 
-    def num_external_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_local_blocks: int) -> int | None:
-        """Blocks after the first num_local_blocks that the store says it can supply. None: not known yet."""
+    def num_external_blocks(
+        self, request_id: str, block_hashes: Sequence[bytes], num_local_blocks: int, sources: tuple[str, ...] = ()
+    ) -> int | None:
+        """Blocks after the first num_local_blocks that the store says it can supply. None: not known yet. See PrefixLookup."""
         if self._connector is None or not self._breaker.allows(self._clock.now_s()):
             return 0
-        lookup = PrefixLookup(request_id, block_hashes, self._block_size)
+        lookup = PrefixLookup(request_id, block_hashes, self._block_size, sources)
         try:
             num_tokens = self._connector.get_num_new_matched_tokens(lookup, num_local_blocks * self._block_size)
         except Exception as error:

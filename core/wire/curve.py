@@ -6,6 +6,8 @@ admits only nodes of its cluster, and a node speaks only to its cluster's router
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import shutil
 import tempfile
 from dataclasses import dataclass, field
@@ -34,6 +36,10 @@ class CurveKeys:
     public_key: bytes
     secret_key: bytes = field(repr=False)
     peer_public_key: bytes
+
+    def derive_secret(self, purpose: str) -> bytes:
+        """32 bytes that follow from the secret key, and from which it does not follow: equal for all who have this key."""
+        return hmac.new(self.secret_key, f"kvrelay {purpose}".encode(), hashlib.sha256).digest()
 
 
 def create_keys(folder: Path) -> None:

@@ -22,11 +22,13 @@ Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[!-~]+\Z")]
 Label = Annotated[str, Meta(max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]  # whoever sends free text cuts it to MAX_TEXT_CHARS, lest the message is refused
 MAX_TEXT_CHARS = 2000
+MAX_KV_SOURCES = 8
 Fingerprint = Annotated[bytes, Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=0)]
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 RegistrationIndex = Annotated[int, Meta(ge=0, lt=2**32)]  # of a frame's header
 Seconds = Annotated[float, Meta(ge=0)]  # NaN is not at least 0
+Address = Annotated[str, Meta(max_length=255, pattern=r"^[!-~]*\Z")]  # HOST:PORT, or ""
 TokenIds = tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...]
 
 
@@ -60,7 +62,8 @@ class Register(msgspec.Struct, tag="register", frozen=True, kw_only=True):
     """First message of a node, repeated until it is answered, and sent anew when the router asks or the connection broke.
 
     generation differs for every start of a node's process; registration_index counts its registrations: a new one says that
-    the node has dropped all requests, the same one again says nothing new.
+    the node has dropped all requests, the same one again says nothing new. kv_address: where other nodes get the KV that
+    this one has saved; "" where all share a store.
     """
 
     node_id: Name
@@ -70,9 +73,10 @@ class Register(msgspec.Struct, tag="register", frozen=True, kw_only=True):
     max_num_seqs: Size
     num_blocks: Size
     connector: Label
-    metrics_address: Annotated[str, Meta(max_length=255, pattern=r"^[!-~]*\Z")] = ""
+    metrics_address: Address = ""
     protocol_version: int = PROTOCOL_VERSION
     registration_index: RegistrationIndex = 0
+    kv_address: Address = ""
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True, kw_only=True):
@@ -141,7 +145,7 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
 
     request_id is unique per dispatch: a retry gets a new one. stage "prefill": compute the prompt, sample one token, save the
     blocks, report is_prefill_done. stage "decode": go on from prompt + output tokens to the end. time_left_s: until the
-    request's deadline.
+    request's deadline. kv_sources: kv_address of other nodes that have had this request, as they registered it.
     """
 
     request_id: Name
@@ -152,6 +156,7 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
     time_left_s: float
     priority: int = 0
     cache_salt: str = ""
+    kv_sources: Annotated[tuple[Address, ...], Meta(max_length=MAX_KV_SOURCES)] = ()
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):

@@ -57,6 +57,7 @@ REGISTERS = st.builds(
     metrics_address=_or_hostile("127.0.0.1:1", st.sampled_from(["http://169.254.169.254/", "\n", "[::]:x", "z" * 5000])),
     protocol_version=st.one_of(st.just(1), st.just(1), INTS),
     registration_index=INTS,
+    kv_address=_or_hostile("127.0.0.1:1", st.sampled_from(["", "\n", "[::]:x", "z" * 5000])),
 )
 STATS_FIELDS = {
     leaf.name: st.dictionaries(

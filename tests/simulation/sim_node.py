@@ -104,6 +104,7 @@ class SimNode:
             max_num_seqs=options.max_num_seqs,
             num_blocks=num_blocks,
             connector="simulated",
+            kv_address=self.connector.kv_address,
         )
         self._session = NodeSession(registration)
         self._connect()

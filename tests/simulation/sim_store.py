@@ -63,8 +63,11 @@ class SimConnector(KVConnector):
 
     def register_kv_cache(self, pool: KVPoolMemory) -> None:
         self._pool = pool
+        self.kv_address = f"{self._node_name}:1"
 
     def get_num_new_matched_tokens(self, lookup: PrefixLookup, num_computed_tokens: int) -> int | None:
+        assert self.kv_address not in lookup.sources, f"{self._node_name} is told to get KV from itself"
+        assert len(set(lookup.sources)) == len(lookup.sources), f"{self._node_name} is told twice to get KV from one node"
         if self._store.is_failing and self._world.rng.random() < 0.5:
             raise OSError("the simulated store fails")
         if self._world.rng.random() < 0.1:

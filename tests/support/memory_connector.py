@@ -36,15 +36,18 @@ class MemoryConnector(KVConnector):
         self.pending: dict[int, Transfer] = {}
         self.started: list[Transfer] = []
         self.lookups: list[str] = []  # request ids, in the order they were asked for
+        self.sources: dict[str, tuple[str, ...]] = {}  # of the latest lookup, by request id
         self._results: list[TransferResult] = []
         self._early_results: list[TransferResult] = []
         self._pool: KVPoolMemory | None = None
 
     def register_kv_cache(self, pool: KVPoolMemory) -> None:
         self._pool = pool
+        self.kv_address = "memory:1"
 
     def get_num_new_matched_tokens(self, lookup: PrefixLookup, num_computed_tokens: int) -> int | None:
         self.lookups.append(lookup.request_id)
+        self.sources[lookup.request_id] = lookup.sources
         self._maybe_fail("lookup")
         if not self.is_lookup_known:
             return None

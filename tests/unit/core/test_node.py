@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import TypeVar
 
+import msgspec
 import pytest
 import zmq
 
@@ -37,7 +38,8 @@ class NodeUnderTest:
             node=NodeOptions(router=f"127.0.0.1:{port}", node_id="n1", metrics_port=-1),
         )
         pool = KVPoolMemory(fake_layout(4), 64)
-        self.node = NodeServer(config, "prefill", fake_model(4, 256), pool, FakeRunner(pool), MemoryConnector())
+        self.connector = MemoryConnector()
+        self.node = NodeServer(config, "prefill", fake_model(4, 256), pool, FakeRunner(pool), self.connector)
         self.exit_code: int | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -116,6 +118,14 @@ def test_node_registers_and_generates_the_right_tokens(node: NodeUnderTest) -> N
     assert (registration.node_id, registration.role, registration.num_blocks) == ("n1", "prefill", 64)
     node.send(_generate("a"))
     assert node.wait_for_tokens("a", 5) == oracle_tokens([1, 2, 3, 4, 5, 6], 5)
+
+
+def test_node_registers_where_its_kv_is_and_hands_the_sources_of_a_request_to_its_connector(node: NodeUnderTest) -> None:
+    assert node.register().kv_address == "memory:1"
+    sources = ("10.0.0.1:7", "10.0.0.2:7")
+    node.send(msgspec.structs.replace(_generate("a"), kv_sources=sources))
+    assert node.wait_for_tokens("a", 5) == oracle_tokens([1, 2, 3, 4, 5, 6], 5)
+    assert node.connector.sources == {"a": sources}
 
 
 def test_node_prefill_stage_reports_token_then_done(node: NodeUnderTest) -> None:

@@ -13,9 +13,15 @@ import httpx
 import msgspec
 import pytest
 
+from core.config import RouterOptions
 from core.sampling_params import SamplingParams
-from core.wire.messages import RouterMessage, encode
+from core.wire.messages import Generate, RequestUpdate, RouterMessage, Updates, decode_router_message, encode
 from core.wire.numbering import OUTSIDE
+from router.metrics import RouterMetrics
+from router.request_flow import RequestSpec
+from router.router_core import RouterCore
+from tests.support.virtual_clock import VirtualClock
+from tests.unit.router.flow_bench import register_message
 from tests.unit.router.running_router import RunningRouter
 
 MARKER = "attacker.example"
@@ -44,7 +50,23 @@ REQUESTS: dict[str, dict[str, object]] = {
     "/v1/completions": {"prompt": [5, 6, 7, 8, 9, 10], "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello world"}], "max_tokens": 2},
 }
-WORDS_OF_ADDRESSES = ("address", "host", "port", "url", "uri", "endpoint", "path", "connector", "store", "option", "folder")
+WORDS_OF_ADDRESSES = (
+    "address",
+    "host",
+    "port",
+    "url",
+    "uri",
+    "endpoint",
+    "path",
+    "connector",
+    "store",
+    "option",
+    "folder",
+    "sources",
+    "peers",
+)
+# Where nodes get KV from each other: what nodes have registered, and nothing else; see the last test.
+FROM_THE_REGISTRY = ("Generate.kv_sources",)
 
 
 @pytest.mark.parametrize("field", UNKNOWN_FIELDS)
@@ -78,9 +100,42 @@ def test_messages_to_nodes_have_no_field_for_an_address() -> None:
         for name in _field_names(message)
         if any(word in name.split("_") for word in WORDS_OF_ADDRESSES)
     ]
+    found = [name for name in found if name not in FROM_THE_REGISTRY]
     assert not found, f"what a node connects to comes from its configuration: {found}"
 
 
 def _field_names(message: type[msgspec.Struct]) -> Iterator[str]:
     yield from message.__struct_fields__
     yield from (leaf.name for leaf in dataclasses.fields(SamplingParams))
+
+
+def test_sources_of_kv_are_what_nodes_have_registered_and_nothing_else() -> None:
+    """Whatever a client and the nodes' other words say: a dispatch names addresses of the registry's connected nodes."""
+    sent: list[Generate] = []
+
+    def send(_identity: bytes, frame: bytes) -> bool:
+        message = decode_router_message(frame)[1]
+        sent.extend([message] if isinstance(message, Generate) else [])
+        return True
+
+    core = RouterCore(RouterOptions(), VirtualClock(), send, RouterMetrics("tiny"), MARKER)
+    registered = {}
+    for node_id, role in (("p0", "prefill"), ("d0", "decode"), ("d1", "decode")):
+        registered[node_id] = f"{node_id}.cluster:7"
+        message = register_message(node_id, role)
+        message = msgspec.structs.replace(
+            message, kv_address=registered[node_id], metrics_address=f"{MARKER}:1", connector=MARKER
+        )
+        core.handle_message(node_id.encode(), message)
+    spec = RequestSpec(
+        request_id=MARKER,
+        prompt_token_ids=list(range(3, 30)),
+        sampling=SamplingParams(seed=1, max_tokens=4),
+        cache_salt=MARKER,
+        client_request_id=MARKER,
+    )
+    core.submit(spec, lambda _event: None)
+    core.handle_message(
+        b"p0", Updates((RequestUpdate(request_id=f"{MARKER}.1", token_ids=(5,), is_prefill_done=True, error=MARKER),))
+    )
+    assert [message.kv_sources for message in sent] == [(), (registered["p0"],)]

@@ -27,6 +27,17 @@ def test_flow_drain_overdue_without_another_node_stays() -> None:
     assert list(bench.open.values()) == ["d0"]
 
 
+def test_flow_dispatch_names_the_nodes_that_had_the_request_before_the_latest_first() -> None:
+    bench = FlowBench(1, 4).start().update(5).update(is_prefill_done=True, finish_reason="length")
+    first, second = bench.nodes
+    assert (first, bench.dispatches[0].source_node_ids, bench.dispatches[1].source_node_ids) == ("p0", (), ("p0",))
+    bench.update(6).lose(second)
+    third = bench.nodes[2]
+    assert bench.dispatches[2].source_node_ids == (second, "p0")
+    bench.update(7).lose(third)
+    assert bench.dispatches[3].source_node_ids == (third, second, "p0")
+
+
 def test_flow_moved_tokens_are_counted_once_per_move() -> None:
     bench = FlowBench(0, 2).start().update(5)
     assert bench.counted("moved_tokens") == []

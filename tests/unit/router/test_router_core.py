@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from core.config import RouterOptions
@@ -64,6 +65,32 @@ def test_router_core_word_from_an_unknown_node_asks_it_to_register(message: Upda
     bench = CoreBench()
     bench.core.handle_message(b"d9", message)
     assert bench.sent == [("d9", RegisterAgain())]
+
+
+def test_router_core_names_connected_nodes_that_had_the_request_as_sources_of_its_kv() -> None:
+    bench = CoreBench()
+    for node_id, role, address in (("p0", "prefill", "10.0.0.1:7"), ("d0", "decode", "10.0.0.2:7"), ("d1", "decode", "")):
+        message = msgspec.structs.replace(register_message(node_id, role), kv_address=address)
+        bench.core.handle_message(node_id.encode(), message)
+    bench.submit("a")
+    bench.submit("b")
+
+    def finish_prefill(request_id: str) -> Generate:
+        update = RequestUpdate(request_id=f"{request_id}.1", token_ids=(5,), is_prefill_done=True)
+        bench.core.handle_message(b"p0", Updates((update,)))
+        return [message for _node_id, message in bench.sent if isinstance(message, Generate)][-1]
+
+    assert all(message.kv_sources == () for _node_id, message in bench.sent if isinstance(message, Generate))
+    assert finish_prefill("a").kv_sources == ("10.0.0.1:7",)
+    (decode_node,) = [node_id for node_id, wire_id in bench.generated() if wire_id == "a.2"]
+    bench.gone = {decode_node}
+    bench.core.ping_all()
+    moved = [message for _node_id, message in bench.sent if isinstance(message, Generate)][-1]
+    assert (moved.request_id, moved.kv_sources) == ("a.3", ("10.0.0.1:7",)), "a node that is down is not named"
+    bench.gone = {decode_node, "p0"}
+    bench.core.ping_all()
+    (last,) = [message for _node_id, message in bench.sent if isinstance(message, Generate) and message.request_id == "b.2"]
+    assert last.kv_sources == ()
 
 
 def test_router_core_dispatch_to_a_node_that_is_gone_goes_to_the_next() -> None:

@@ -113,3 +113,14 @@ def test_load_keys_secret_of_another_pair_is_refused_and_not_shown(folder: Path,
         load_keys(str(folder), ROUTER)
     assert other.secret_key.decode() not in str(caught.value)
     assert other.secret_key.decode() not in repr(other)
+
+
+def test_derived_secret_is_the_same_for_all_nodes_and_nobody_elses(tmp_path: Path) -> None:
+    create_keys(tmp_path / "keys")
+    create_keys(tmp_path / "others")
+    ours, again, others = (load_keys(str(tmp_path / name), NODE) for name in ("keys", "keys", "others"))
+    routers = load_keys(str(tmp_path / "keys"), ROUTER)
+    assert ours is not None and again is not None and others is not None and routers is not None
+    assert ours.derive_secret("a") == again.derive_secret("a")
+    assert len({keys.derive_secret(purpose) for keys in (ours, others, routers) for purpose in ("a", "b")}) == 6
+    assert ours.secret_key not in ours.derive_secret("a")
