@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from connectors.byte_sizes import with_parsed_sizes
 from connectors.external_prefixes import ExternalPrefixes, ScheduledRequest, StepMoves
@@ -112,6 +112,7 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._adapters = AdapterFingerprints()
         self._prefixes: ExternalPrefixes | None = None  # scheduler, once the workers have said what their blocks are
         self._transfers: StagedTransfers | None = None  # worker, once it has its cache
+        self._failed_block_ids: set[int] = set()  # worker, as of its last get_finished
         if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.kv_load_failure_policy != "recompute":
             # vLLM's default ends a request whose block is lost or damaged. Its scheduler reads this after it has made us.
             logger.info("kv_load_failure_policy is set to recompute: losing KV never fails a request")
@@ -362,9 +363,10 @@ def _attention_of(vllm_config: Any, names: Sequence[str]) -> str:
 
 def _check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     parallel, specs = vllm_config.parallel_config, [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    is_plain = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec) and not isinstance(specs[0], MLAAttentionSpec)
+    # Other kinds (subclasses) keep other things in a block; and where a token sees later ones, a prefix decides nothing.
+    is_plain = len(specs) == 1 and type(specs[0]) is FullAttentionSpec and not specs[0].non_causal
     for is_fine, name, value, allowed in (
-        (is_plain, "model", [type(spec).__name__ for spec in specs], "one KV cache group of full attention"),
+        (is_plain, "model", [type(spec).__name__ for spec in specs], "one KV cache group of full, causal attention"),
         (vllm_config.speculative_config is None, "speculative_config", "set", "none"),
         (parallel.pipeline_parallel_size == 1, "pipeline_parallel_size", parallel.pipeline_parallel_size, "1"),
         (parallel.decode_context_parallel_size == 1, "decode_context_parallel_size", parallel.decode_context_parallel_size, "1"),
