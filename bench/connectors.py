@@ -34,7 +34,7 @@ NUM_KNOWN_BLOCKS = 1_000_000
 NUM_LOOKUPS = 3000
 
 
-MEDIA = ("redis",)  # modules of bench.media
+MEDIA = ("lmcache", "redis")  # modules of bench.media
 
 
 class Driver:
