@@ -6,6 +6,8 @@ wait is bounded: what LMCache has not done in time is a miss. Nothing of LMCache
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import logging
 import threading
@@ -233,17 +235,22 @@ class LMCacheConnector(KVConnector):
         read: set[StoredObject] = set()
         tried: set[StoredObject] = set()
         stopped: TransferOutcome | None = None
-        for batch in objects.batches(list(positions_by_object)):
-            if stopped := self._workers.should_stop(transfer):
-                break
-            with objects.reading(batch, lambda: self._workers.should_stop(transfer) is not None) as views:
-                if views is None:
-                    stopped = TransferOutcome.TIMEOUT
-                    break
-                tried.update(batch)
-                read.update(views)
-                for stored in batch:
-                    self._take_blocks(stored, views.get(stored), positions_by_object[stored], transfer, checks)
+
+        def take(stored: StoredObject, view: Bytes | None) -> None:
+            self._take_blocks(stored, view, positions_by_object[stored], transfer, checks)
+
+        with contextlib.closing(objects.read_steps(list(positions_by_object))) as steps:
+            for started in steps:
+                if stopped := self._workers.should_stop(transfer):
+                    with objects.reading(started, lambda: True):
+                        break
+                with objects.reading(started, lambda: self._workers.should_stop(transfer) is not None) as views:
+                    if views is None:
+                        stopped = TransferOutcome.TIMEOUT
+                        break
+                    tried.update(started.batch)
+                    read.update(views)
+                    self._workers.run_jobs([functools.partial(take, stored, views.get(stored)) for stored in started.batch])
         num_ok = next((index for index in range(len(names)) if checks.get(index) is not BlockCheck.OK), len(names))
         unread = {stored for stored in positions_by_object if stored not in read}
         damaged = {found[position] for position, check in checks.items() if check is not BlockCheck.OK} - unread
@@ -294,13 +301,16 @@ class LMCacheConnector(KVConnector):
             if stopped := self._workers.should_stop(transfer):
                 break
 
-            def fill(stored: StoredObject, view: Bytes) -> None:
+            def fill_one(stored: StoredObject, view: Bytes) -> None:
                 for number, name in enumerate(stored.block_hashes):
                     payload = self._block(transfer.block_ids[names.index(name)])
                     start = number * (BLOCK_HEADER_BYTES + len(payload))
                     header = pack_block_header(self._fingerprint, name, payload.data)
                     view[start : start + BLOCK_HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
                     np.copyto(view[start + BLOCK_HEADER_BYTES : start + BLOCK_HEADER_BYTES + len(payload)], payload)
+
+            def fill(several: Sequence[tuple[StoredObject, Bytes]]) -> None:
+                self._workers.run_jobs([functools.partial(fill_one, *each) for each in several])
 
             written = objects.write(batch, fill, lambda: self._workers.should_stop(transfer) is not None)
             directory.add(stored.name for stored in written)

@@ -12,7 +12,8 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ _FILE_PREFIX, _FILE_SUFFIX = f"{_MODEL_NAME}@0x00000000@0@", ".data"
 _WAIT_S = 0.02  # between looks at whether to stop
 _UNLOCK_TIMEOUT_S = 0.5  # for LMCache to let go of what it has just written to a file
 _TMP_PREFIX = "tmp-"
+_OBJECTS_PER_STEP = 4  # filled, or read, at a time
 
 
 def file_name(name: bytes) -> str:
@@ -54,6 +56,14 @@ def _parse_file_name(text: str) -> bytes | None:
     except ValueError:
         return None
     return name if name and len(name) % 16 == 0 and len(name) <= 16 * MAX_BLOCKS_PER_OBJECT else None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Objects that LMCache has been asked for, with its handles and the keys of each."""
+
+    batch: Sequence[StoredObject]
+    handles: list[tuple[Any, list[Any]]]
 
 
 class LMCacheObjects:
@@ -112,10 +122,43 @@ class LMCacheObjects:
         for start in range(0, len(objects), self._max_batch):
             yield objects[start : start + self._max_batch]
 
+    def read_steps(self, objects: Sequence[StoredObject]) -> Generator[Reading, None, None]:
+        """Begin to read all of these in small parts, one part ahead of what is taken; see reading(), which ends each."""
+        size = max(1, min(_OBJECTS_PER_STEP, self._max_batch // 2))
+        ahead: Reading | None = None
+        try:
+            for start in range(0, len(objects), size):
+                started = self._start_reading(objects[start : start + size])
+                current, ahead = ahead, started
+                if current is not None:
+                    yield current
+            current, ahead = ahead, None
+            if current is not None:
+                yield current
+        finally:
+            if ahead is not None:
+                with self._mutex:
+                    self._late_reads += ahead.handles
+
+    def _start_reading(self, batch: Sequence[StoredObject]) -> Reading:
+        with self._mutex:
+            for stored in batch:
+                self._cached.pop(stored.name, None)
+        self._make_memory(sum(map(self._memory_of, batch)))
+        handles = []
+        for number in sorted({stored.num_blocks for stored in batch}):
+            keys = [_key(stored.name) for stored in batch if stored.num_blocks == number]
+            rows = [api.GroupedObjectKeys(keys, 0, self._layouts[number])]
+            handles.append((self._manager.submit_prefetch_task(api.PrefetchTaskSpec(rows, fetching_policy="full")), keys))
+        return Reading(batch, handles)
+
     def write(
-        self, batch: Sequence[StoredObject], fill: Callable[[StoredObject, Bytes], None], should_stop: Callable[[], bool]
+        self,
+        batch: Sequence[StoredObject],
+        fill: Callable[[Sequence[tuple[StoredObject, Bytes]]], None],
+        should_stop: Callable[[], bool],
     ) -> list[StoredObject]:
-        """Write objects, which fill(object, its bytes) provides; those that have arrived in the folder."""
+        """Write objects, which fill([(object, its bytes), ...]) provides; those that have arrived in the folder."""
         self._scratch.mkdir(parents=True, exist_ok=True)
         keys = {_key(stored.name): stored for stored in batch}
         self._drop_from_memory([stored.name for stored in batch])  # LMCache stores nothing that it has in memory already
@@ -124,11 +167,13 @@ class LMCacheObjects:
         for number in sorted({stored.num_blocks for stored in batch}):
             wanted = [key for key, stored in keys.items() if stored.num_blocks == number]
             reserved.update(self._manager.reserve_write(wanted, self._layouts[number]))
-        for key, memory in reserved.items():
-            fill(keys[key], _bytes_of(memory))
         names = {key.chunk_hash for key in reserved}
         self._stored.expect(names)
-        self._manager.finish_write(list(reserved))
+        waiting = list(reserved)
+        for start in range(0, len(waiting), _OBJECTS_PER_STEP):  # LMCache writes these while the next are filled
+            step = waiting[start : start + _OBJECTS_PER_STEP]
+            fill([(keys[key], _bytes_of(reserved[key])) for key in step])
+            self._manager.finish_write(step)
         deadline_s = time.monotonic() + self._op_timeout_s
         while not (arrived := self._stored.wait(names, deadline_s, should_stop)) >= names:
             # LMCache says nothing of a failed write, nor of the good ones of the same call; or another process was faster.
@@ -140,19 +185,9 @@ class LMCacheObjects:
         return [stored for stored in batch if stored.name in arrived]
 
     @contextlib.contextmanager
-    def reading(
-        self, batch: Sequence[StoredObject], should_stop: Callable[[], bool]
-    ) -> Iterator[dict[StoredObject, Bytes] | None]:
+    def reading(self, started: Reading, should_stop: Callable[[], bool]) -> Iterator[dict[StoredObject, Bytes] | None]:
         """The bytes of the objects that could be read, valid within the context. None: not in time."""
-        with self._mutex:
-            for stored in batch:
-                self._cached.pop(stored.name, None)
-        self._make_memory(sum(map(self._memory_of, batch)))
-        handles = []
-        for number in sorted({stored.num_blocks for stored in batch}):
-            keys = [_key(stored.name) for stored in batch if stored.num_blocks == number]
-            rows = [api.GroupedObjectKeys(keys, 0, self._layouts[number])]
-            handles.append((self._manager.submit_prefetch_task(api.PrefetchTaskSpec(rows, fetching_policy="full")), keys))
+        handles = started.handles
         deadline_s = time.monotonic() + self._op_timeout_s
         locked: list[Any] = []
         for position, (handle, keys) in enumerate(handles):
@@ -164,7 +199,7 @@ class LMCacheObjects:
                     yield None
                     return
             locked += self._take_hits(handle, keys)
-        objects = {stored.name: stored for stored in batch}
+        objects = {stored.name: stored for stored in started.batch}
         try:
             good_keys, memories = self._manager.unsafe_read(locked)
             views = {objects[key.chunk_hash]: _bytes_of(memory) for key, memory in zip(good_keys, memories, strict=True)}
