@@ -161,7 +161,9 @@ class LMCacheObjects:
         """Write objects, which fill([(object, its bytes), ...]) provides; those that have arrived in the folder."""
         self._scratch.mkdir(parents=True, exist_ok=True)
         keys = {_key(stored.name): stored for stored in batch}
-        self._drop_from_memory([stored.name for stored in batch])  # LMCache stores nothing that it has in memory already
+        self._drop_from_memory(
+            [stored.name for stored in batch], _UNLOCK_TIMEOUT_S
+        )  # LMCache stores nothing that it has in memory already
         self._make_memory(sum(map(self._memory_of, batch)))
         reserved: dict[Any, Any] = {}
         for number in sorted({stored.num_blocks for stored in batch}):
@@ -181,7 +183,7 @@ class LMCacheObjects:
             if arrived >= names or should_stop() or time.monotonic() >= deadline_s:
                 break
         self._stored.forget(names)
-        self._keep([keys[key] for key in reserved])
+        self._keep([keys[key] for key in reserved], _UNLOCK_TIMEOUT_S)
         return [stored for stored in batch if stored.name in arrived]
 
     @contextlib.contextmanager
@@ -247,15 +249,15 @@ class LMCacheObjects:
     def _memory_of(self, stored: StoredObject) -> int:
         return -(-stored.num_blocks * self.unit_bytes // PAGE_BYTES) * PAGE_BYTES
 
-    def _keep(self, objects: Sequence[StoredObject]) -> None:
+    def _keep(self, objects: Sequence[StoredObject], unlock_timeout_s: float = 0.0) -> None:
         """These are in LMCache's memory, and used last."""
         with self._mutex:
             for stored in objects:
                 self._cached[stored.name] = self._memory_of(stored)
                 self._cached.move_to_end(stored.name)
-        self._make_memory(0)
+        self._make_memory(0, unlock_timeout_s)
 
-    def _make_memory(self, num_bytes: int) -> None:
+    def _make_memory(self, num_bytes: int, unlock_timeout_s: float = 0.0) -> None:
         """Drop what was used longest ago, until that much more fits beside it."""
         dropped = []
         with self._mutex:
@@ -264,16 +266,17 @@ class LMCacheObjects:
                 name, size = self._cached.popitem(last=False)
                 cached_bytes -= size
                 dropped.append(name)
-        self._drop_from_memory(dropped)
+        self._drop_from_memory(dropped, unlock_timeout_s)
 
-    def _drop_from_memory(self, names: Sequence[bytes]) -> None:
+    def _drop_from_memory(self, names: Sequence[bytes], unlock_timeout_s: float = 0.0) -> None:
+        """What LMCache or another thread still reads goes later: after that long, or with a later call."""
         with self._mutex:
             for name in names:
                 self._cached.pop(name, None)
             self._undropped.update(names)
             names = list(self._undropped)
             self._undropped.clear()
-        deadline_s = time.monotonic() + _UNLOCK_TIMEOUT_S
+        deadline_s = time.monotonic() + unlock_timeout_s
         while names:
             _num_deleted, num_locked = self._manager.delete_l1_keys([_key(name) for name in names])
             if not num_locked:

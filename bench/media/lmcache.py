@@ -72,7 +72,7 @@ class LMCacheMedium(Medium):
             if time.monotonic() > deadline_s:
                 raise SystemExit("LMCache has not stored all")
         listener.forget(names)
-        self._objects._drop_from_memory([key.chunk_hash for key in keys])
+        self._objects._drop_from_memory([key.chunk_hash for key in keys], 0.5)
 
     def _load(self, number: int) -> None:
         keys = self._names[number]
@@ -85,7 +85,7 @@ class LMCacheMedium(Medium):
             for index, memory in enumerate(memories):
                 np.copyto(self._memory[index], np.frombuffer(memory.byte_array.cast("B"), dtype=np.uint8))
         self._manager.finish_read_prefetched(keys)
-        self._objects._drop_from_memory([key.chunk_hash for key in keys])
+        self._objects._drop_from_memory([key.chunk_hash for key in keys], 0.5)
 
     def make_known(self, connector: KVConnector, block_hashes: Sequence[bytes]) -> None:
         assert isinstance(connector, LMCacheConnector)
