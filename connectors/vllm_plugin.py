@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,45 +28,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from connectors.byte_sizes import with_parsed_sizes
 from connectors.external_prefixes import ExternalPrefixes, ScheduledRequest, StepMoves
-from connectors.foreign_keys import AdapterFingerprints, RankLayout, fingerprint_of_model, fingerprint_of_name
+from connectors.foreign_keys import AdapterFingerprints, RankLayout
 from connectors.registry import create_connector
 from connectors.staged_transfers import StagedTransfers, Verdict
+from connectors.vllm_options import OPTIONS, fingerprint_model, read_options
 from core.clock import MonotonicClock
-from core.config import options_from_mapping
 from core.errors import ConfigError
 from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's own logger, so that it is shown as vLLM's lines are
 
-_OPTIONS = "kv_connector_extra_config"
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _DRAIN_S = 3.0  # what saves on their way get when vLLM ends
-
-
-@dataclass(frozen=True, slots=True)
-class PluginOptions:
-    """connector: a name of `connectors.registry`; options that are not listed here are that connector's own.
-
-    staging_bytes: memory through which blocks pass, per worker. save_output_blocks: also store what is generated.
-    model_fingerprint: a text that names the weights' content, where the model is no local folder or too large to be read once at
-    start. lookup_timeout_s: after which an unanswered lookup is a miss.
-    """
-
-    connector: str
-    staging_bytes: int = 256 * 1024 * 1024
-    load_timeout_s: float = 10.0
-    save_timeout_s: float = 30.0
-    lookup_timeout_s: float = 1.0
-    save_output_blocks: bool = True
-    model_fingerprint: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("load_timeout_s", "save_timeout_s", "lookup_timeout_s"):
-            if not 0.01 <= getattr(self, name) <= 600:
-                raise ConfigError(f"{_OPTIONS}.{name}", getattr(self, name), "0.01 to 600")
 
 
 @dataclass(frozen=True)
@@ -105,7 +80,7 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _check_supported(vllm_config, kv_cache_config)
-        self._options, connector_options = _read_options(self._kv_transfer_config.kv_connector_extra_config)
+        self._options, connector_options = read_options(self._kv_transfer_config.kv_connector_extra_config)
         self._clock = MonotonicClock()
         self._connector = create_connector(self._options.connector, connector_options, self._clock)
         self._requests: dict[str, Any] = {}  # scheduler: vLLM's, from admission to end
@@ -130,7 +105,7 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         config, transfer_config = self._vllm_config, self._kv_transfer_config
         if len(ranks) != config.parallel_config.tensor_parallel_size or any(rank.layout != ranks[0].layout for rank in ranks):
             raise ValueError(f"KVRelayConnector needs one KV layout, the same, from each tensor-parallel rank; got {ranks}")
-        model = _fingerprint_model(config.model_config, config.load_config, self._options.model_fingerprint)
+        model = fingerprint_model(config.model_config, config.load_config, self._options.model_fingerprint)
         self._connector.register_kv_cache(KVPoolMemory(ranks[0].layout, 1))  # only asked, here: nothing is moved
         self._prefixes = ExternalPrefixes(
             self._connector,
@@ -219,7 +194,7 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         num_slots = self._options.staging_bytes // layout.block_stride_bytes
         if num_slots < 2:
             raise ConfigError(
-                f"{_OPTIONS}.staging_bytes", self._options.staging_bytes, f"room for two blocks of {layout.block_bytes} bytes"
+                f"{OPTIONS}.staging_bytes", self._options.staging_bytes, f"room for two blocks of {layout.block_bytes} bytes"
             )
         pool = KVPoolMemory(layout, num_slots)
         caches.bind(pool)
@@ -379,20 +354,3 @@ def _check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     ):
         if not is_fine:
             raise ConfigError(name, value, f"{allowed}, with KVRelayConnector")
-
-
-def _read_options(given: Mapping[str, Any]) -> tuple[PluginOptions, dict[str, Any]]:
-    names = {option.name for option in fields(PluginOptions)}
-    if not given.get("connector"):
-        raise ConfigError(f"{_OPTIONS}.connector", given.get("connector"), "the name of a connector, such as nvme or redis")
-    own = with_parsed_sizes({name: value for name, value in given.items() if name in names}, ("staging_bytes",), _OPTIONS)
-    return options_from_mapping(PluginOptions, own, _OPTIONS), {name: value for name, value in given.items() if name not in names}
-
-
-def _fingerprint_model(model_config: Any, load_config: Any, name: str) -> bytes:
-    numerics = f"dtype={model_config.dtype}|quantization={model_config.quantization}|load_format={load_config.load_format}"
-    if name:
-        return fingerprint_of_name(name, numerics)
-    if load_config.load_format not in ("auto", "safetensors"):
-        raise ConfigError("load_format", load_config.load_format, "auto or safetensors, or set model_fingerprint")
-    return fingerprint_of_model(model_config.model, model_config.hf_config.to_dict(), numerics)
