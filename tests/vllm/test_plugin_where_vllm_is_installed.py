@@ -39,7 +39,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
         server.wait_ready()
         return [server.complete(prompt, NUM_OUTPUT_TOKENS) for prompt in PROMPTS]
     finally:
-        server.kill()
+        server.end()
 
 
 def start(folder: Path, options: dict[str, Any], count: int = 1) -> list[VllmServer]:
