@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +25,7 @@ HOST = "127.0.0.1"
 BLOCK_SIZE = 32
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 30.0
 
 
 class VllmServer:
@@ -48,8 +50,10 @@ class VllmServer:
             command += ["--kv-transfer-config", json.dumps(transfer)]
         # Development mode offers /reset_prefix_cache.
         settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
         folder.mkdir(parents=True, exist_ok=True)
+        # What it leaves goes with the folder; but the path of a socket must be short.
+        settings |= {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": tempfile.gettempdir()}
+        environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
         self.log_path = folder / f"vllm-{self.port}.log"
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -99,10 +103,18 @@ class VllmServer:
         self._signal(signal.SIGKILL)
 
     def end(self) -> None:
-        """SIGTERM, which lets saves on their way arrive; SIGKILL if that is not enough. Safe to repeat."""
+        """SIGTERM, which lets saves on their way arrive; SIGKILL if that is not enough. Safe to repeat.
+
+        Its workers outlive the first process by seconds, and remove their shared memory at the very end.
+        """
         self._signal(signal.SIGTERM, only_first=True)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(30)
+            self._process.wait(END_TIMEOUT_S)
+        deadline_s = time.monotonic() + END_TIMEOUT_S
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline_s:
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.05)
         self.kill()
 
     def _signal(self, number: int, only_first: bool = False) -> None:
