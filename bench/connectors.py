@@ -35,7 +35,7 @@ NUM_KNOWN_BLOCKS = 1_000_000
 NUM_LOOKUPS = 3000
 
 
-MEDIA = ("nvme", "ray", "redis", "shm", "tcp")  # modules of bench.media
+MEDIA = ("lmcache", "nvme", "ray", "redis", "shm", "tcp")  # modules of bench.media
 
 
 class Driver:

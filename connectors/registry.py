@@ -16,7 +16,7 @@ from core.errors import ConfigError
 from core.kv.connector import KVConnector
 
 ENTRY_POINT_GROUP = "kvrelay.connectors"
-BUILT_IN_CONNECTORS = ("none", "nvme", "ray", "redis", "shm", "tcp", "tiered")
+BUILT_IN_CONNECTORS = ("lmcache", "none", "nvme", "ray", "redis", "shm", "tcp", "tiered")
 
 ConnectorFactory = Callable[[Mapping[str, Any], Clock], KVConnector]
 

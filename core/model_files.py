@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,6 +32,7 @@ WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 CONVERSION_VERSION = 1  # part of a converted folder's name: raise it when the conversion's output changes
 CONVERSION_TIMEOUT_S = 1800.0
+HASH_PIECE_BYTES = 64 * 1024 * 1024  # hashed in parallel; part of the definition of every fingerprint made from the digests
 
 
 def resolve_model(path_or_alias: str) -> Path:
@@ -80,6 +82,25 @@ def list_weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     return sorted(folder.glob("*.safetensors"))
+
+
+def hash_weight_files(weight_files: Sequence[Path]) -> list[bytes]:
+    """SHA-256 digests of all weight bytes, piece by piece so that cores share the work. Reads every file once."""
+    pieces = [(path, start) for path in weight_files for start in range(0, max(path.stat().st_size, 1), HASH_PIECE_BYTES)]
+    with ThreadPoolExecutor(max_workers=4) as pool:  # hashlib and file reads run outside the interpreter lock
+        return list(pool.map(_hash_piece, pieces))
+
+
+def _hash_piece(piece: tuple[Path, int]) -> bytes:
+    path, start = piece
+    digest = hashlib.sha256()
+    remaining = HASH_PIECE_BYTES
+    with path.open("rb") as file:
+        file.seek(start)
+        while remaining and (chunk := file.read(min(remaining, 1024 * 1024))):
+            digest.update(chunk)
+            remaining -= len(chunk)
+    return digest.digest()
 
 
 def converted_folder(gguf_path: Path) -> Path:

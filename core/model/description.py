@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 from core.config import ModelOptions
 from core.errors import ConfigError, ModelLoadError
 from core.kv.layout import KVLayout
-from core.model_files import CONFIG_FILE, check_model_folder, list_weight_files
+from core.model_files import CONFIG_FILE, check_model_folder, hash_weight_files, list_weight_files
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FINGERPRINT_BYTES = 16
-HASH_PIECE_BYTES = 64 * 1024 * 1024  # hashed in parallel; part of the fingerprint's definition
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,24 +188,10 @@ def _read_eos_token_ids(model_dir: Path, config: dict[str, Any]) -> tuple[int, .
 
 def _fingerprint(weight_files: list[Path], architecture: ModelArchitecture) -> bytes:
     """SHA-256 over the architecture and the digests of all weight bytes, piece by piece so that cores share the work."""
-    pieces = [(path, start) for path in weight_files for start in range(0, max(path.stat().st_size, 1), HASH_PIECE_BYTES)]
     digest = hashlib.sha256(f"kvrelay model 1|{architecture!r}".encode())
-    with ThreadPoolExecutor(max_workers=4) as pool:  # hashlib and file reads run outside the interpreter lock
-        for piece_digest in pool.map(_hash_piece, pieces):
-            digest.update(piece_digest)
+    for piece_digest in hash_weight_files(weight_files):
+        digest.update(piece_digest)
     return digest.digest()[:FINGERPRINT_BYTES]
-
-
-def _hash_piece(piece: tuple[Path, int]) -> bytes:
-    path, start = piece
-    digest = hashlib.sha256()
-    remaining = HASH_PIECE_BYTES
-    with path.open("rb") as file:
-        file.seek(start)
-        while remaining and (chunk := file.read(min(remaining, 1024 * 1024))):
-            digest.update(chunk)
-            remaining -= len(chunk)
-    return digest.digest()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

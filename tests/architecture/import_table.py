@@ -56,6 +56,9 @@ IMPORT_TABLE: dict[str, Room] = {
     "bench": Room(ours=ANYTHING_OF_OURS, outside=frozenset({"httpx", "tqdm", "numpy", "torch"})),
 }
 
+# Files that run inside another engine's process and in none of ours, with what they import of it. Nothing of ours imports them.
+PLUGINS_OF_OTHERS: dict[str, frozenset[str]] = {"connectors.vllm_plugin": frozenset({"vllm", "torch"})}
+
 # core as a whole may import its parts, but these rooms are closed to the rest of core: the model is handed in.
 CLOSED_TO_CORE = ("core.model",)
 # Tests for other projects to run; what we ship imports none of it.

@@ -17,6 +17,7 @@ from tests.architecture.import_table import (
     IMPORT_TABLE,
     MAY_NAME_BACKENDS,
     NODE_SHELL,
+    PLUGINS_OF_OTHERS,
     Room,
     is_within,
     room_of,
@@ -81,10 +82,23 @@ def test_imports_one_client_library_per_connector_file_and_one_file_per_library(
                 continue
             modules_by_library[top].add(source.module)
             libraries_by_module[source.module].add(top)
+    for plugin, libraries in PLUGINS_OF_OTHERS.items():
+        assert libraries_by_module.pop(plugin) == libraries
+        assert all(modules_by_library.pop(library) == {plugin} for library in libraries)
     too_many = {module: libraries for module, libraries in libraries_by_module.items() if len(libraries) > 1}
     scattered = {library: modules for library, modules in modules_by_library.items() if len(modules) > 1}
     assert not too_many, f"a connector file imports one client library: {too_many}"
     assert not scattered, f"a client library is imported in one file: {scattered}"
+
+
+def test_imports_plugins_of_other_engines_are_imported_by_nobody() -> None:
+    importers = [
+        source.where(imported.line)
+        for source in read_tree(*ROOMS_IN_TABLE)
+        for imported in imports_of(source)
+        if is_within(imported.module, tuple(PLUGINS_OF_OTHERS))
+    ]
+    assert not importers, "\n".join(importers)
 
 
 def test_imports_pickle_and_its_kin_are_nowhere() -> None:
