@@ -48,9 +48,11 @@ class TieredHarness(ConnectorHarness):
             harness.flip_bit(store, block_hash, where)
 
     def truncate(self, store: str, block_hash: bytes) -> None:
-        if self._upper in self._harnesses:  # memory cannot be cut
-            self._upper.delete(store, block_hash)
-        self._lower.truncate(store, block_hash)
+        for harness in self._harnesses:
+            if harness is self._upper:  # memory cannot be cut
+                harness.delete(store, block_hash)
+            else:
+                harness.truncate(store, block_hash)
 
     def swap(self, store: str, first_hash: bytes, second_hash: bytes) -> None:
         for harness in self._harnesses:
