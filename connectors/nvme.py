@@ -18,9 +18,11 @@ from typing import Any
 
 from connectors.byte_sizes import with_parsed_sizes
 from connectors.file_lock import locked_directory
+from connectors.slot_browser import SlotBrowser
 from connectors.slot_connector import SlotConnector
 from connectors.slot_store import HEADER_PAGE_BYTES, SlotMedium, SlotStore, slot_bytes
-from connectors.store_directory import Segment, StoreDirectory
+from connectors.store_browser import StoreBrowser
+from connectors.store_directory import Segment, StoreDirectory, StoreRoot
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.clock import Clock
 from core.config import options_from_mapping
@@ -157,7 +159,18 @@ def _open_direct(path: Path) -> int:
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
     """Options: see NvmeOptions. Raises ConfigError."""
+    return NvmeConnector(_parse(options), clock)
+
+
+def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
+    """All layouts in the directory. Raises ConfigError or ConnectorError."""
+    parsed = _parse(options)
+    return SlotBrowser(StoreRoot(Path(parsed.path), "", parsed.capacity_bytes, _NvmeSegment, _GROW_BYTES, False))
+
+
+def _parse(options: Mapping[str, Any]) -> NvmeOptions:
     if not options.get("path"):
         raise ConfigError("connector.options.path", options.get("path"), "a directory for the blocks")
     sized = with_parsed_sizes(options, ("capacity_bytes",), "connector.options")
-    return NvmeConnector(options_from_mapping(NvmeOptions, sized, "connector.options"), clock)
+    parsed: NvmeOptions = options_from_mapping(NvmeOptions, sized, "connector.options")
+    return parsed

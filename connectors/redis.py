@@ -17,11 +17,13 @@ from typing import Any
 from connectors.known_blocks import KnownBlocks
 from connectors.prefix_chains import PrefixChains
 from connectors.prefix_expiry import PrefixExpiry
+from connectors.redis_browser import RedisBrowser
 from connectors.redis_lane import LaneReport, RedisLane
 from connectors.redis_link import LinkState, RedisLink
 from connectors.redis_server import Credentials, RedisServer
 from connectors.redis_values import BlockValues
 from connectors.resp_stream import RespError
+from connectors.store_browser import StoreBrowser
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck
 from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed
 from core.clock import Clock
@@ -90,9 +92,7 @@ class RedisConnector(KVConnector):
 
     def __init__(self, options: RedisOptions, clock: Clock) -> None:
         self._options = options
-        self._server = RedisServer(
-            options.url, Credentials(options.username, options.password), options.connect_timeout_s, options.op_timeout_s
-        )
+        self._server = _server_of(options)
         self._workers = TransferWorkers(self._execute, lambda: False, self._notify, clock)
         self._known = KnownBlocks(options.max_known_hashes)
         self._chains = PrefixChains()
@@ -315,10 +315,26 @@ class RedisConnector(KVConnector):
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
     """Options: see RedisOptions. Raises ConfigError, in which no value that may be a secret is shown."""
+    return RedisConnector(_parse(options), clock)
+
+
+def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
+    """All layouts in the namespace. Raises ConfigError or ConnectorError."""
+    parsed = _parse(options)
+    return RedisBrowser(_server_of(parsed), parsed.namespace, parsed.expiry_s)
+
+
+def _server_of(options: RedisOptions) -> RedisServer:
+    credentials = Credentials(options.username, options.password)
+    return RedisServer(options.url, credentials, options.connect_timeout_s, options.op_timeout_s)
+
+
+def _parse(options: Mapping[str, Any]) -> RedisOptions:
     known = {option.name for option in fields(RedisOptions)}
     for name in options:
         if name not in known:
             raise ConfigError(f"connector.options.{name}", "(not shown)", f"one of the options {', '.join(sorted(known))}")
     # A password like 1234 arrives as a number.
     texts = {name: str(options[name]) for name in ("url", *_SECRETS) if options.get(name) is not None}
-    return RedisConnector(options_from_mapping(RedisOptions, {**options, **texts}, "connector.options"), clock)
+    parsed: RedisOptions = options_from_mapping(RedisOptions, {**options, **texts}, "connector.options")
+    return parsed

@@ -18,9 +18,11 @@ import numpy.typing as npt
 from connectors.bus_guard import GuardedMapping
 from connectors.byte_sizes import readable_bytes, with_parsed_sizes
 from connectors.file_lock import locked_directory
+from connectors.slot_browser import SlotBrowser
 from connectors.slot_connector import SlotConnector
 from connectors.slot_store import HEADER_PAGE_BYTES, SlotMedium, SlotStore, slot_bytes
-from connectors.store_directory import Segment, StoreDirectory, remove_dead_stores
+from connectors.store_browser import StoreBrowser
+from connectors.store_directory import Segment, StoreDirectory, StoreRoot, remove_dead_stores
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.clock import Clock
 from core.config import options_from_mapping
@@ -155,5 +157,17 @@ class _ShmSegment(SlotMedium):
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
     """Options: see ShmOptions. Raises ConfigError."""
+    return ShmConnector(_parse(options), clock)
+
+
+def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
+    """The pools of this name, of all layouts, that somebody uses. Raises ConfigError or ConnectorError."""
+    parsed = _parse(options)
+    root = Path(parsed.directory) / f"kvrelay-{os.getuid()}"
+    return SlotBrowser(StoreRoot(root, f"{parsed.name}-", parsed.capacity_bytes, _ShmSegment, _GROW_BYTES, True))
+
+
+def _parse(options: Mapping[str, Any]) -> ShmOptions:
     sized = with_parsed_sizes(options, ("capacity_bytes",), "connector.options")
-    return ShmConnector(options_from_mapping(ShmOptions, sized, "connector.options"), clock)
+    parsed: ShmOptions = options_from_mapping(ShmOptions, sized, "connector.options")
+    return parsed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -133,11 +134,13 @@ class SlotIndex:
             pass
 
     # -- loading -------------------------------------------------------------------------------------------------------
-    def forget(self, sequence_by_slot: dict[int, int]) -> None:
-        """Free slots whose bytes turned out to be bad, unless they changed since these sequence numbers were read."""
+    def forget(self, sequence_by_slot: dict[int, int]) -> int:
+        """Free slots whose bytes turned out to be bad, unless they changed since these sequence numbers were read; how many."""
         with self._changing():
             sequences = self.file.records[:, SEQUENCE]
-            self._free([slot for slot, sequence in sequence_by_slot.items() if int(sequences[slot]) == sequence])
+            unchanged = [slot for slot, sequence in sequence_by_slot.items() if int(sequences[slot]) == sequence]
+            self._free(unchanged)
+        return len(unchanged)
 
     def catch_up(self) -> None:
         """Bring the mirror up to date under the lock, where a change that has not arrived never will."""
@@ -203,7 +206,7 @@ class SlotIndex:
         highest = highest_tick = 0
         for start in range(0, self.file.num_slots, _REPAIR_RECORDS):
             part = records[start : start + _REPAIR_RECORDS].copy()
-            is_valid = _are_possible(part)
+            is_valid = are_possible(part)
             torn.extend((np.flatnonzero(~is_valid) + start).tolist())
             highest = max(highest, int(part[is_valid, SEQUENCE].max(initial=0)))
             has_odd_tick = part[:, LAST_USE] >= MAX_COUNTER  # damage: no checksum covers it
@@ -244,7 +247,10 @@ class SlotIndex:
 
     def _touch(self, chain: Sequence[bytes]) -> None:
         slots = self.mirror.slots_of(chain)
-        newest = self.file.tick + len(slots)
+        now_us = (
+            time.time_ns() // 1000
+        )  # so that a tick says when; it goes on counting where the clock stands still or jumps back
+        newest = max(self.file.tick, min(now_us, MAX_COUNTER // 2)) + len(slots)
         ticks = np.arange(newest, newest - len(slots), -1).astype(np.uint64)
         self.file.records[np.asarray(slots, dtype=np.int64), LAST_USE] = ticks
         self.file.tick = newest
@@ -302,7 +308,7 @@ class SlotIndex:
 
     def _free_torn_records(self, taken: set[int]) -> None:
         """Take back slots whose records are damaged: nobody else can use them."""
-        torn = [slot for slot in np.flatnonzero(~_are_possible(self.file.records)).tolist() if slot not in taken]
+        torn = [slot for slot in np.flatnonzero(~are_possible(self.file.records)).tolist() if slot not in taken]
         if torn:
             logger.warning("took back %d slots with damaged records", len(torn))
             self._free(torn)
@@ -348,7 +354,7 @@ class SlotIndex:
         self._victims.extend(zip(stored[order].tolist(), ticks[order].tolist(), strict=True))
 
 
-def _are_possible(records: Words) -> npt.NDArray[np.bool_]:
+def are_possible(records: Words) -> npt.NDArray[np.bool_]:
     """Which records, [n, 8], are whole and say something that a writer says."""
     states, owners = records[:, STATE_AND_OWNER] & np.uint64(0xFFFFFFFF), records[:, STATE_AND_OWNER] >> np.uint64(32)
     has_state = (states == SlotState.WRITING) | ((states <= SlotState.STORED) & (owners == 0))

@@ -105,6 +105,9 @@ def node_body(node: NodeState, now_s: float) -> dict[str, object]:
         "connector": node.connector,
         "model_name": node.model.model_name,
         "dtype": node.model.dtype,
+        "model_fingerprint": node.model.model_fingerprint.hex(),
+        "layout_fingerprint": node.model.layout_fingerprint.hex(),
+        "block_size": node.model.block_size,
         "generation": str(node.generation),
         "metrics_address": node.metrics_address,
     }
