@@ -1,8 +1,8 @@
 """`kvrelay cache explain PROMPT`: which blocks of a prompt the store has, and where it misses, why.
 
-Hashes say what a block holds, and nothing of what it nearly holds. So a miss is explained by what can be looked up: the same prompt
-under another salt, dtype, block size or form at rest, deeper blocks of it that are there, and how full the store is. Against a
-second prompt the first difference can be shown.
+Hashes say what a block holds, and nothing of what it nearly holds. So a miss is explained by what can be looked up: the same
+prompt under another salt, dtype, block size or form at rest, deeper blocks of it that are there, and how full the store is.
+Against a second prompt the first difference can be shown.
 """
 
 from __future__ import annotations
