@@ -69,8 +69,8 @@ class CodingOptions:
     codec_level: int = 1
     encryption_key_file: str = ""
 
-    def check(self, codecs: tuple[str, ...] = CODECS) -> None:
-        """Raises ConfigError: for a value that is not allowed, a library that is missing, a key that cannot be used."""
+    def check(self, codecs: tuple[str, ...] = CODECS) -> CodingOptions:
+        """Itself. Raises ConfigError: for a value that is not allowed, a library that is missing, a key that cannot be used."""
         if self.codec not in codecs:
             why = (
                 "" if self.codec not in CODECS else " (slots are of equal size, so that zstd would save nothing; it is for redis)"
@@ -80,6 +80,8 @@ class CodingOptions:
             raise ConfigError("connector.options.codec_level", self.codec_level, "1 (fast) to 19 (small)")
         if self.codec == "zstd":
             _import_for("connector.options.codec", self.codec, _ZSTD_MODULE, "kvrelay[zstd]")
+        self.load_cipher()
+        return self
 
     def coding_for(self, layout: KVLayout) -> BlockCoding:
         """Raises ConfigError for a key file that cannot be used."""

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from connectors.block_coding import SLOT_CODECS, CodingOptions
 from connectors.byte_sizes import with_parsed_sizes
 from connectors.file_lock import locked_directory
 from connectors.slot_browser import SlotBrowser
 from connectors.slot_connector import SlotConnector
-from connectors.slot_store import HEADER_PAGE_BYTES, SlotMedium, SlotStore, slot_bytes
+from connectors.slot_store import HEADER_PAGE_BYTES, SlotLayout, SlotMedium, SlotStore, slot_bytes
 from connectors.store_browser import StoreBrowser
 from connectors.store_directory import Segment, StoreDirectory, StoreRoot
 from connectors.stored_block import BLOCK_HEADER_BYTES
@@ -28,7 +29,6 @@ from core.clock import Clock
 from core.config import options_from_mapping
 from core.errors import ConfigError
 from core.kv.connector import KVConnector
-from core.kv.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +42,16 @@ class NvmeOptions:
 
     capacity_bytes (a size like 100GiB is fine) bounds the files of one KV layout, index included. A process that finds the store
     unused resizes it to its own capacity, others take what they find.
+
+    codec: none, or int8 or fp8, which are lossy: they halve slots and change output a little (bench/RESULTS.md has how much).
+    encryption_key_file: made by `kvrelay keys store FILE`; blocks at rest are encrypted with AES-256-GCM.
     """
 
     path: str
     capacity_bytes: int = 8 * 1024**3
     num_threads: int = 4
+    codec: str = "none"
+    encryption_key_file: str = ""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -62,10 +67,10 @@ class NvmeConnector(SlotConnector):
     _starts_without_store = True
 
     def __init__(self, options: NvmeOptions, clock: Clock) -> None:
-        super().__init__(clock, options.num_threads)
+        super().__init__(clock, options.num_threads, _coding_of(options))
         self._options = options
 
-    def _open_store(self, layout: KVLayout) -> SlotStore:
+    def _open_store(self, layout: SlotLayout) -> SlotStore:
         place = StoreDirectory(Path(self._options.path), layout.fingerprint.hex(), layout, is_removed_when_unused=False)
         with locked_directory(place.root):
             return place.open(self._options.capacity_bytes, _NvmeSegment, _GROW_BYTES)
@@ -166,6 +171,10 @@ def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
     """All layouts in the directory. Raises ConfigError or ConnectorError."""
     parsed = _parse(options)
     return SlotBrowser(StoreRoot(Path(parsed.path), "", parsed.capacity_bytes, _NvmeSegment, _GROW_BYTES, False))
+
+
+def _coding_of(options: NvmeOptions) -> CodingOptions:
+    return CodingOptions(options.codec, encryption_key_file=options.encryption_key_file).check(SLOT_CODECS)
 
 
 def _parse(options: Mapping[str, Any]) -> NvmeOptions:

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from connectors.block_coding import SLOT_CODECS, CodingOptions
 from connectors.bus_guard import GuardedMapping
 from connectors.byte_sizes import readable_bytes, with_parsed_sizes
 from connectors.file_lock import locked_directory
 from connectors.slot_browser import SlotBrowser
 from connectors.slot_connector import SlotConnector
-from connectors.slot_store import HEADER_PAGE_BYTES, SlotMedium, SlotStore, slot_bytes
+from connectors.slot_store import HEADER_PAGE_BYTES, SlotLayout, SlotMedium, SlotStore, slot_bytes
 from connectors.store_browser import StoreBrowser
 from connectors.store_directory import Segment, StoreDirectory, StoreRoot, remove_dead_stores
 from connectors.stored_block import BLOCK_HEADER_BYTES
@@ -28,7 +29,7 @@ from core.clock import Clock
 from core.config import options_from_mapping
 from core.errors import ConfigError, ConnectorError
 from core.kv.connector import KVConnector
-from core.kv.layout import PAGE_BYTES, KVLayout
+from core.kv.layout import PAGE_BYTES
 
 _GROW_BYTES = 16 * 1024 * 1024  # allocated at a time while the index is locked: some 10 ms
 _TOUCH_BYTES = 4 * 1024 * 1024  # at a time, because the GIL is held
@@ -40,13 +41,15 @@ class ShmOptions:
     """name: engines with the same name and KV layout share a pool of blocks. directory: a memory file system.
 
     capacity_bytes bounds one such pool (a size like 2GiB is fine); who joins a pool in use takes its capacity.
-    num_threads copy at the same time.
+    num_threads copy at the same time. codec: none, or int8 or fp8, which are lossy: they halve slots and change output a
+    little (bench/RESULTS.md has how much).
     """
 
     name: str = "default"
     capacity_bytes: int = 1024**3
     directory: str = "/dev/shm"  # noqa: S108 - the host's shared memory is the point
     num_threads: int = 2
+    codec: str = "none"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", self.name):
@@ -64,10 +67,10 @@ class ShmConnector(SlotConnector):
     _starts_without_store = False
 
     def __init__(self, options: ShmOptions, clock: Clock) -> None:
-        super().__init__(clock, options.num_threads)
+        super().__init__(clock, options.num_threads, CodingOptions(options.codec).check(SLOT_CODECS))
         self._options = options
 
-    def _open_store(self, layout: KVLayout) -> SlotStore:
+    def _open_store(self, layout: SlotLayout) -> SlotStore:
         root = Path(self._options.directory) / f"kvrelay-{os.getuid()}"
         place = StoreDirectory(root, f"{self._options.name}-{layout.fingerprint.hex()}", layout, is_removed_when_unused=True)
         with locked_directory(root):
