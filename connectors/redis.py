@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from connectors.block_coding import CodingOptions
 from connectors.known_blocks import KnownBlocks
 from connectors.prefix_chains import PrefixChains
 from connectors.prefix_expiry import PrefixExpiry
@@ -55,6 +56,9 @@ class RedisOptions:
     earlier. num_threads transfers move at the same time, over num_connections connections each. op_timeout_s bounds every wait
     for the server, connect_timeout_s that for a connection. max_known_hashes bounds what a process remembers of the store, at
     about 150 bytes each; lookup_batch_size is how many blocks are asked about at once.
+
+    codec: none, zstd (lossless; codec_level 1 to 19), or int8 or fp8, which are lossy: they change output a little
+    (bench/RESULTS.md has how much). encryption_key_file: made by `kvrelay keys store FILE`; blocks are encrypted by AES-256-GCM.
     """
 
     url: str = field(default="redis://127.0.0.1:6379/0", repr=False)
@@ -68,6 +72,9 @@ class RedisOptions:
     op_timeout_s: float = 2.0
     max_known_hashes: int = 1_000_000
     lookup_batch_size: int = 512
+    codec: str = "none"
+    codec_level: int = 1
+    encryption_key_file: str = ""
 
     def __post_init__(self) -> None:
         if not _NAMESPACE.fullmatch(self.namespace):
@@ -93,6 +100,7 @@ class RedisConnector(KVConnector):
     def __init__(self, options: RedisOptions, clock: Clock) -> None:
         self._options = options
         self._server = _server_of(options)
+        self._coding_options = CodingOptions(options.codec, options.codec_level, options.encryption_key_file).check()
         self._workers = TransferWorkers(self._execute, lambda: False, self._notify, clock)
         self._known = KnownBlocks(options.max_known_hashes)
         self._chains = PrefixChains()
@@ -124,7 +132,8 @@ class RedisConnector(KVConnector):
     def register_kv_cache(self, pool: KVPoolMemory) -> None:
         """Begin to connect, and start the threads. A server that cannot be reached now is used when it can."""
         self._pool, self._layout = pool, pool.layout
-        self._values = BlockValues.of(self._options.namespace, pool.layout)
+        self._coding = self._coding_options.coding_for(pool.layout)
+        self._values = BlockValues.of(self._options.namespace, pool.layout, self._coding.fingerprint)
         self._link = RedisLink(self._server, self._values, self._known, self._options.lookup_batch_size, self._notify)
         self._link.start()
         self._workers.start_threads(self._options.num_threads, "kv-redis")
@@ -163,7 +172,7 @@ class RedisConnector(KVConnector):
         link = self._ready_link
         num_blocks = link.num_keys // self._values.num_parts
         return ConnectorStats(
-            store_bytes=num_blocks * (BLOCK_HEADER_BYTES + self._layout.block_bytes),
+            store_bytes=num_blocks * (BLOCK_HEADER_BYTES + self._coding.max_bytes),  # zstd: at most
             store_blocks=num_blocks,
             capacity_bytes=link.max_memory_bytes,
             num_evictions=link.num_evictions,
@@ -216,6 +225,9 @@ class RedisConnector(KVConnector):
         moved_bytes = num_ok * self._layout.block_bytes
         if num_ok == len(names):
             return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.OK, moved_bytes)
+        if report.checks.get(num_ok) is BlockCheck.UNREADABLE:
+            detail = f"block {names[num_ok].hex()}: {self._coding.complaint}"
+            return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.MISS, moved_bytes, detail)
         if report.checks.get(num_ok) is not None:
             detail = f"block {names[num_ok].hex()} is not what its key says"
             return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.CORRUPT, moved_bytes, detail)
@@ -296,8 +308,7 @@ class RedisConnector(KVConnector):
                 lane.close()
 
     def _new_lane(self) -> RedisLane:
-        fingerprint, block_bytes = self._layout.fingerprint, self._layout.block_bytes
-        return RedisLane(self._server, self._values, fingerprint, self._options.num_connections, block_bytes)
+        return RedisLane(self._server, self._values, self._coding, self._options.num_connections)
 
     @contextlib.contextmanager
     def _reporting(self, lane: RedisLane, report: LaneReport) -> Iterator[None]:

@@ -49,7 +49,8 @@ USAGE = """usage: kvrelay COMMAND [OPTIONS]     (kvrelay COMMAND --help lists a 
   restart        a rolling restart of a supervised cluster: [NAME ...] --url URL
   audit          what a running cluster still holds: --url URL; exit code 1 when something is left
   cache          looks into a store: ls, stat, verify, prune, export, import, explain (why a prompt misses)
-  keys           keys for a cluster beyond one machine: DIR; API keys: api NAME --file FILE [--admin]
+  keys           keys for a cluster beyond one machine: DIR; API keys: api NAME --file FILE [--admin];
+                 a key for stored blocks: store FILE
   version        this version
 
 What asks a router sends the API key in the environment variable KVRELAY_API_KEY, if there is one."""
