@@ -139,14 +139,14 @@ class BlockCoding:
                 return None
             if self._cipher is None:
                 return pack_block_header(self.fingerprint, block_hash, payload), payload
-            codec, encoded = self._raw_codec, bytes(payload)
+            codec, encoded = self._raw_codec, payload
         checksum = CHECKSUM.pack(0 if codec.is_lossy else xxhash.xxh3_64_intdigest(payload))
         if self._cipher is None:
             at_rest = b"".join((CodedPrefix(codec.number, len(payload)).pack(), checksum, encoded))
         else:
             nonce = os.urandom(NONCE_BYTES)
             prefix = CodedPrefix(codec.number, len(payload), AES_256_GCM, self._cipher.key_id, nonce).pack()
-            at_rest = prefix + self._cipher.encrypt(self.fingerprint + block_hash, checksum + encoded, prefix, nonce)
+            at_rest = prefix + self._cipher.encrypt(self.fingerprint + block_hash, b"".join((checksum, encoded)), prefix, nonce)
         return pack_block_header(self.fingerprint, block_hash, at_rest, CODED_VERSION), at_rest
 
     def unseal(self, header: bytes, at_rest: memoryview, block_hash: bytes, target: memoryview) -> BlockCheck:

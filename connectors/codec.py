@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import numpy as np
-import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+from connectors.stored_block import Payload
 
 
 class Codec(ABC):
@@ -23,8 +22,8 @@ class Codec(ABC):
     encoded_bytes: int | None
 
     @abstractmethod
-    def encode(self, payload: memoryview) -> bytes | None:
-        """The encoded block; None when this one cannot be encoded, or gains nothing by it."""
+    def encode(self, payload: memoryview) -> Payload | None:
+        """The encoded block, which may be `payload` itself; None when this one cannot be encoded, or gains nothing by it."""
 
     @abstractmethod
     def decode(self, encoded: memoryview, target: memoryview) -> bool:
@@ -44,9 +43,9 @@ class RawCodec(Codec):
     def __init__(self, block_bytes: int) -> None:
         self.encoded_bytes = block_bytes
 
-    def encode(self, payload: memoryview) -> bytes | None:
-        """A copy."""
-        return bytes(payload)
+    def encode(self, payload: memoryview) -> Payload | None:
+        """The same."""
+        return payload
 
     def decode(self, encoded: memoryview, target: memoryview) -> bool:
         """A copy."""

@@ -61,7 +61,7 @@ class TestRedisCompressedAndEncryptedWhereAServerIsInstalled(ConnectorContract):
 
 
 class KVNode(Node):
-    """Blocks that look like KV: they shrink, and lossy codecs come close to them. max_error: of a number, relative to its channel."""
+    """Blocks that look like KV: they shrink, and lossy codecs come close to them. max_error: of a number."""
 
     max_error = 0.0
 

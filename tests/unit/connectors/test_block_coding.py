@@ -250,7 +250,8 @@ def test_decompression_bombs_are_refused_before_they_are_decoded() -> None:
     coding = codings(LAYOUT)["zstd"]
 
     def outcome(frame: bytes, raw_bytes: int = LAYOUT.block_bytes) -> BlockCheck:
-        at_rest = CodedPrefix(ZstdCodec.number, raw_bytes).pack() + CHECKSUM.pack(0) + b"\x02" + frame
+        encoded = struct.pack("<BI", 2, len(frame)) + frame + bytes(LAYOUT.block_bytes // 2)
+        at_rest = CodedPrefix(ZstdCodec.number, raw_bytes).pack() + CHECKSUM.pack(0) + encoded
         return opened(coding, pack_block_header(LAYOUT.fingerprint, NAME, at_rest, CODED_VERSION), at_rest)[0]
 
     bomb = zstandard.ZstdCompressor().compress(bytes(2**30))
@@ -258,9 +259,10 @@ def test_decompression_bombs_are_refused_before_they_are_decoded() -> None:
     # A frame that does not say how long it is, and one that lies.
     compressor = zstandard.ZstdCompressor(write_content_size=False)
     assert outcome(compressor.compress(bytes(2**24))) is BlockCheck.CORRUPT
-    lying = bytearray(zstandard.ZstdCompressor().compress(bytes(LAYOUT.block_bytes + 1000)))
-    place = lying.find(struct.pack("<H", LAYOUT.block_bytes + 1000 - 256))
-    lying[place : place + 2] = struct.pack("<H", LAYOUT.block_bytes - 256)
+    num_high = LAYOUT.block_bytes // 2
+    lying = bytearray(zstandard.ZstdCompressor().compress(bytes(num_high + 1000)))
+    place = lying.find(struct.pack("<H", num_high + 1000 - 256))
+    lying[place : place + 2] = struct.pack("<H", num_high - 256)
     assert place > 0 and outcome(bytes(lying)) is BlockCheck.CORRUPT
 
 
