@@ -25,7 +25,7 @@ from core.kv.layout import KVLayout
 from core.model.description import describe_model
 from core.model_files import resolve_model
 from deploy.cache_blocks import summarize
-from deploy.router_client import RouterUnreachableError, get_json
+from deploy.router_client import RouterUnreachableError, get_json, post_json
 from router.api_keys import tenant_cache_salt
 from router.chat_template import load_chat_template
 from router.tokenizer import Tokenizer
@@ -38,12 +38,15 @@ _FULL = 0.95  # of a store's capacity
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a prompt is looked up with. words: where the namespace comes from, and what is odd about it."""
+    """What a prompt is looked up with. words: where the namespace comes from, and what is odd about it.
+    url: of the cluster; "" where none is asked.
+    """
 
     tokenizer: Tokenizer
     layout: KVLayout
     namespace: Namespace
     cache_salt: str
+    url: str
     words: list[str]
 
     def hashes(self, token_ids: Sequence[int]) -> list[bytes]:
@@ -69,6 +72,7 @@ def run_explain(argv: list[str]) -> int:
     browser = open_browser(config.connector.name, config.connector.options)
     try:
         report.update(look_up(browser, token_ids, scene))
+        report["num_leading_blocks_by_node"] = _ask_nodes(scene, report["block_hashes"])
         report["notes"] += browser.problems
     finally:
         browser.close()
@@ -198,6 +202,8 @@ def _lines(report: dict[str, Any], store: str) -> Iterator[str]:
         form = "" if run["form"] == "exact" else f", {run['form']}"
         where = f"in {store}{form}" if run["form"] else f"not in {store}"
         yield f"blocks {run['first']} to {run['last']}: {where}"
+    for node, count in report["num_leading_blocks_by_node"].items():
+        yield f"blocks of its own cache that {node} can use: the first {count}" if count else f"in {node}'s own cache: none"
     if missing := report.get("first_missing"):
         last = missing["first_token"] + size - 1
         yield f"first miss: block {missing['block']}, tokens {missing['first_token']} to {last}, hash {missing['block_hash']}"
@@ -244,7 +250,19 @@ def _scene(arguments: argparse.Namespace, config: Config, model_dir: Path, token
             words.append(f"the cluster has dtype {node['dtype']} and block size {node['block_size']}, which are used here")
         namespace = cluster
     salt = tenant_cache_salt(arguments.api_key_name, arguments.cache_salt)
-    return Scene(tokenizer, layout, namespace, salt, words)
+    return Scene(tokenizer, layout, namespace, salt, (arguments.url or DEFAULT_URL) if node is not None else "", words)
+
+
+def _ask_nodes(scene: Scene, block_hashes: Sequence[str]) -> dict[str, int]:
+    """How many leading blocks of the prompt each node has in its own cache."""
+    if not scene.url or not block_hashes:
+        return {}
+    status, body = post_json(scene.url, "/cached", content={"block_hashes": block_hashes}, timeout_s=30.0)
+    if status != 200 or not isinstance(body, dict):
+        scene.words.append(f"what nodes have in their own caches is not known: status {status} from {scene.url}/cached")
+        return {}
+    counts: dict[str, int] = body.get("num_leading_blocks", {})
+    return counts
 
 
 def _ask_cluster(url: str | None) -> dict[str, Any] | None:

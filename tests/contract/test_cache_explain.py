@@ -174,13 +174,20 @@ def test_explain_mistakes_are_one_line(explained: Explained, argv: list[str], ex
 
 @contextmanager
 def cluster_with(node: dict[str, object]) -> Iterator[str]:
-    """A router's GET /nodes."""
+    """A router's GET /nodes and POST /cached."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(json.dumps({"nodes": [node]}).encode())
+
+        def do_POST(self) -> None:
+            names = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["block_hashes"]
+            self.send_response(200)
+            self.end_headers()
+            body = {"num_leading_blocks": {"decode-0": len(names) - 1, "prefill-0": 0}, "missing": []}
+            self.wfile.write(json.dumps(body).encode())
 
         def log_message(self, *_: object) -> None:
             pass
@@ -207,6 +214,9 @@ def test_explain_uses_the_namespace_of_a_running_cluster(explained: Explained, d
     with cluster_with(node) as url:
         code, said = explained.ask(PROMPT, "--url", url)
         assert code == 0 and "the cluster has dtype float16 and block size 32" in said
+        num_blocks = len(explained.hashes(PROMPT, layout=layout))
+        assert f"blocks of its own cache that decode-0 can use: the first {num_blocks - 1}" in said
+        assert "in prefill-0's own cache: none" in said
     with cluster_with({**node, "model_fingerprint": "00" * 16}) as url:
         code, said = explained.ask(PROMPT, "--url", url)
         assert code == 1 and "the cluster serves another model" in said
