@@ -1,6 +1,6 @@
 """What codecs and encryption at rest cost and save on a real model's KV, and what lossy ones do to its output.
 
-python -m bench.codecs --prompts 40 --json
+python -m bench.codecs --json
 
 Prompts are pieces of Python's own documentation. Each is computed once. Its full blocks are then encoded and decoded as a store
 would do it, and the answer is generated, greedily, from what came back: what a decode node does after a handoff. Perplexity is of
@@ -194,8 +194,8 @@ def _best_s(run: Callable[[], Any]) -> float:
 def main() -> None:
     """Print the figures, as one line of JSON with --json."""
     parser = argparse.ArgumentParser(prog="python -m bench.codecs", description=__doc__)
-    parser.add_argument("--prompts", type=int, default=40, help="texts (default %(default)s)")
-    parser.add_argument("--answer-tokens", type=int, default=48, help="greedy tokens per text (default %(default)s)")
+    parser.add_argument("--prompts", type=int, default=24, help="texts (default %(default)s)")
+    parser.add_argument("--answer-tokens", type=int, default=32, help="greedy tokens per text (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
@@ -204,7 +204,7 @@ def main() -> None:
     figures: dict[str, dict[str, float]] = {name: speed(bench, coding) for name, coding in by_name.items()}
     bench.restore(by_name["none"])
     exact = (bench.answers(), bench.logprobs())
-    for name in ("zstd, level 1, encrypted", "int8", "fp8"):
+    for name in ("int8", "fp8"):
         figures[name] |= effect(bench, by_name[name], exact)
     if arguments.json:
         print(json.dumps(figures))

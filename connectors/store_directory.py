@@ -175,6 +175,8 @@ class StoreRoot:
         place = StoreDirectory(self.root, name, layout, self.is_removed_when_unused)
         with locked_directory(self.root):
             if create and not (place.path / _INDEX_NAME).exists():
+                if self.is_removed_when_unused:
+                    raise ConnectorError(f"nobody uses a store of this layout in {self.root}: what is written would go at once")
                 return place.open(self.capacity_bytes, self.open_medium, self.grow_bytes)
             return place.open_existing(self.open_medium, self.grow_bytes)
 

@@ -62,15 +62,8 @@ def pack_block_header(layout_fingerprint: bytes, block_hash: bytes, payload: Pay
 
 def read_block_header(header: bytes) -> BlockHeader | None:
     """What a header says; None when it is damaged, of another version, or was never written."""
-    if len(header) != BLOCK_HEADER_BYTES:
-        return None
-    fields = header[: _FIELDS.size]
-    if _CHECKSUM.unpack_from(header, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(fields):
-        return None
-    magic, version, header_bytes, *rest = _FIELDS.unpack(fields)
-    if magic != _MAGIC or version not in (PLAIN_VERSION, CODED_VERSION) or header_bytes != BLOCK_HEADER_BYTES:
-        return None
-    return BlockHeader(version, *rest)
+    fields = _unpack(header)
+    return None if fields is None else BlockHeader(*fields)
 
 
 def check_block(
@@ -80,9 +73,25 @@ def check_block(
     may recycle the place at any moment; a header of the wrong length is CORRUPT."""
     if header == _NEVER_WRITTEN:
         return BlockCheck.MISS
-    found = read_block_header(header)
-    if found is None:
+    fields = _unpack(header)
+    if fields is None:
         return BlockCheck.CORRUPT
-    if (found.version, found.layout_fingerprint, found.block_hash) != (version, layout_fingerprint, block_hash):
+    stored_version, stored_fingerprint, stored_hash, payload_bytes, checksum = fields
+    if stored_fingerprint != layout_fingerprint or stored_hash != block_hash or stored_version != version:
         return BlockCheck.MISS
-    return BlockCheck.OK if found.matches(payload) else BlockCheck.CORRUPT
+    if payload_bytes != len(payload) or checksum != xxhash.xxh3_64_intdigest(payload):
+        return BlockCheck.CORRUPT
+    return BlockCheck.OK
+
+
+def _unpack(header: bytes) -> tuple[int, bytes, bytes, int, int] | None:
+    """The fields of a BlockHeader: a tuple, because every block of every load comes by here."""
+    if len(header) != BLOCK_HEADER_BYTES:
+        return None
+    fields = header[: _FIELDS.size]
+    if _CHECKSUM.unpack_from(header, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(fields):
+        return None
+    magic, version, header_bytes, fingerprint, block_hash, payload_bytes, checksum = _FIELDS.unpack(fields)
+    if magic != _MAGIC or version not in (PLAIN_VERSION, CODED_VERSION) or header_bytes != BLOCK_HEADER_BYTES:
+        return None
+    return version, fingerprint, block_hash, payload_bytes, checksum

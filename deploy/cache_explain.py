@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def run_explain(argv: list[str]) -> int:
         report["difference"] = first_difference(token_ids, other, scene)
     browser = open_browser(config.connector.name, config.connector.options)
     try:
-        report.update(look_up(browser, token_ids, scene))
+        report.update(look_up(browser, token_ids, scene, form_read_with(config.connector.options)))
         report["num_leading_blocks_by_node"] = _ask_nodes(scene, report["block_hashes"])
         report["notes"] += browser.problems
     finally:
@@ -80,17 +80,24 @@ def run_explain(argv: list[str]) -> int:
     return 0 if report["num_stored"] == report["num_blocks"] else 1
 
 
-def look_up(browser: StoreBrowser, token_ids: Sequence[int], scene: Scene) -> dict[str, Any]:
-    """Where the prompt's blocks are, in runs, and reasons for the first that is missing."""
+def form_read_with(options: Mapping[str, Any]) -> str:
+    """How blocks are at rest that a connector with these options reads, in the words of fingerprints_at_rest."""
+    codec = options.get("codec", "none")
+    return f"{codec if codec in ('int8', 'fp8') else 'exact'}{', encrypted' if options.get('encryption_key_file') else ''}"
+
+
+def look_up(browser: StoreBrowser, token_ids: Sequence[int], scene: Scene, form: str = "exact") -> dict[str, Any]:
+    """Where the prompt's blocks are, in runs, and reasons for the first that an engine that reads this form misses."""
     names = scene.hashes(token_ids)
-    forms = fingerprints_at_rest(scene.layout)
-    found = {words: browser.find(fingerprint, names) for fingerprint, words in forms.items()}
-    where = [next((words for words, flags in found.items() if flags[place]), "") for place in range(len(names))]
-    first_missing = next((place for place, words in enumerate(where) if not words), len(names))
+    found = {words: browser.find(fingerprint, names) for fingerprint, words in fingerprints_at_rest(scene.layout).items()}
+    order = sorted(found, key=lambda words: words != form)
+    where = [next((words for words in order if found[words][place]), "") for place in range(len(names))]
+    first_missing = next((place for place, words in enumerate(where) if words != form), len(names))
     size = scene.namespace.block_size
     report: dict[str, Any] = {
         "num_blocks": len(names),
-        "num_stored": sum(bool(words) for words in where),
+        "form": form,
+        "num_stored": where.count(form),
         "num_hit_tokens": first_missing * size,
         "runs": [{"first": first, "last": last, "form": words} for first, last, words in _runs(where)],
         "block_hashes": [name.hex() for name in names],
@@ -102,18 +109,22 @@ def look_up(browser: StoreBrowser, token_ids: Sequence[int], scene: Scene) -> di
             "block_hash": names[first_missing].hex(),
             "first_token": start,
             "text": scene.tokenizer.decode(token_ids[start : start + size], skip_special_tokens=False),
-            "reasons": list(_reasons(browser, token_ids, scene, where, first_missing)),
+            "reasons": list(_reasons(browser, token_ids, scene, (form, where), first_missing)),
         }
     return report
 
 
 def _reasons(
-    browser: StoreBrowser, token_ids: Sequence[int], scene: Scene, where: Sequence[str], first_missing: int
+    browser: StoreBrowser, token_ids: Sequence[int], scene: Scene, forms: tuple[str, Sequence[str]], first_missing: int
 ) -> Iterator[str]:
-    num_deeper = sum(bool(words) for words in where[first_missing:])
+    form, where = forms
+    num_deeper = where[first_missing:].count(form)
     summary = summarize(browser.entries(), browser.capacity_bytes, 0.0)
     if not summary["num_blocks"]:
         yield "the store is empty"
+        return
+    if where[first_missing]:
+        yield f"it is stored, but {where[first_missing]}: with these options of the connector, blocks are read that are {form}"
         return
     if num_deeper:
         yield f"{num_deeper} blocks behind it are stored: this one was, too, and was evicted, removed, or found to be bad"
@@ -199,7 +210,7 @@ def _lines(report: dict[str, Any], store: str) -> Iterator[str]:
     yield f"prompt: {report['num_tokens']} tokens: {num_blocks} full blocks of {size}, and {rest} tokens that no store keeps"
     yield from report["notes"]
     for run in report["runs"]:
-        form = "" if run["form"] == "exact" else f", {run['form']}"
+        form = "" if run["form"] == report["form"] else f", but {run['form']}"
         where = f"in {store}{form}" if run["form"] else f"not in {store}"
         yield f"blocks {run['first']} to {run['last']}: {where}"
     for node, count in report["num_leading_blocks_by_node"].items():

@@ -207,7 +207,7 @@ class BrowserContract:
         assert peer.answer() == 1
         browser = store.browse()
         num_ok = num_removed = 0
-        deadline_s = time.monotonic() + 3.0
+        deadline_s = time.monotonic() + 1.5
         while time.monotonic() < deadline_s:
             entries = list(browser.entries())
             report = verify_blocks(browser, entries, QUIET)
@@ -269,6 +269,14 @@ class Larger(KVLayout):
 
 class TestShmBrowser(SlotBrowserContract):
     harness_type = ShmHarness
+
+    def test_import_where_no_engine_would_keep_the_blocks_says_so(
+        self, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        store.harness.open_node().save(chain(1, 2))
+        assert store.command("export", str(tmp_path / "blocks")) == 0
+        assert store.command("import", str(tmp_path / "blocks"), store="unused") == 1
+        assert "nobody uses a store of this layout" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(EXECUTABLE is None, reason="there is no redis-server")

@@ -21,7 +21,8 @@ from core.model_files import resolve_model
 from deploy.cli import main
 from router.api_keys import tenant_cache_salt
 from router.tokenizer import Tokenizer
-from tests.contract.node import Node, SteppedClock
+from tests.contract.node import SteppedClock
+from tests.contract.test_coded_stores import KVNode
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it does so again. " * 6
 UNREACHABLE = "http://127.0.0.1:9"
@@ -36,7 +37,7 @@ class Explained:
     """A store in a folder, prompts saved to it as engines do, and the command's answers."""
 
     def __init__(self, folder: Path, described: ModelDescription, capsys: pytest.CaptureFixture[str]) -> None:
-        self.options = {"path": str(folder), "capacity_bytes": "200MiB"}
+        self.options: dict[str, Any] = {"path": str(folder), "capacity_bytes": "200MiB"}
         self._described = described
         self._capsys = capsys
         self._tokenizer = Tokenizer(resolve_model("smollm2"))
@@ -51,7 +52,7 @@ class Explained:
     def save(self, hashes: list[bytes], layout: KVLayout | None = None, **options: Any) -> None:
         clock = SteppedClock()
         connector = create_connector("nvme", {**self.options, **options}, clock)
-        node = Node(connector, clock, layout or self._described.kv_layout)
+        node = KVNode(connector, clock, layout or self._described.kv_layout)
         assert node.save(hashes).num_blocks_ok == len(hashes)
         connector.close()
 
@@ -128,6 +129,15 @@ def test_explain_other_salt_dtype_and_block_size_are_found(explained: Explained,
     assert code == 1 and "the same prompt is stored as dtype bfloat16 (not float16) and block size 16 (not 32)" in said
     assert f"no block of layout {KVLayout(30, 32, 3, 64, 'float16').fingerprint.hex()} is stored" in said
     assert f"of layout {layout.fingerprint.hex()}: it differs in dtype bfloat16 (not float16) and block size 16" in said
+
+
+def test_explain_blocks_of_a_codec_that_these_options_do_not_read_are_a_miss(explained: Explained) -> None:
+    explained.save(explained.hashes(PROMPT), codec="int8")
+    code, said = explained.ask(PROMPT)
+    assert code == 1 and "in nvme, but int8" in said and "first miss: block 0" in said
+    assert "it is stored, but int8: with these options of the connector, blocks are read that are exact" in said
+    code, said = explained.ask(PROMPT, "--connector-option", "codec=int8")
+    assert code == 0 and "first miss" not in said
 
 
 def test_explain_key_of_an_api_client_has_its_own_salt(explained: Explained) -> None:
