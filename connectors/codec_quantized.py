@@ -82,21 +82,30 @@ class Int8Codec(_QuantizingCodec):
 
 
 class Fp8Codec(_QuantizingCodec):
-    """E4M3 without infinities, as in the OCP 8-bit floating point specification.
-
-    A number times 2^-8 is a float16 whose normal and subnormal ranges are those of E4M3, with seven more bits of mantissa.
-    """
+    """E4M3 without infinities, as in the OCP 8-bit floating point specification: 4 bits of exponent, 3 of mantissa."""
 
     name = "fp8"
     number = 3
     _max_code = 448.0
 
     def _to_codes(self, numbers: Floats) -> Codes:
-        halves = (numbers * np.float32(2**-8)).astype(np.float16).view(np.uint16)
-        magnitudes = halves & np.uint16(0x7FFF)
-        rounded = (magnitudes + np.uint16(0x3F) + ((magnitudes >> np.uint16(7)) & np.uint16(1))) >> np.uint16(7)
-        np.minimum(rounded, np.uint16(0x7E), out=rounded)  # 0x7F is NaN
-        return (rounded | (halves >> np.uint16(15) << np.uint16(7))).astype(np.uint8)
+        magnitudes = np.abs(numbers)
+        bits = magnitudes.view(np.int32)
+        normal = bits >> np.int32(20)  # 23 bits of mantissa to three: to the nearest, ties to even
+        normal &= np.int32(1)
+        normal += bits
+        normal += np.int32(0x7FFFF)
+        normal >>= np.int32(20)
+        normal -= np.int32((127 - 7) << 3)  # the exponents' biases
+        np.minimum(normal, np.int32(0x7E), out=normal)  # 0x7F is NaN
+        # Below the normal range, whose first code is 8, numbers are multiples of 2^-9: what adding 2^14 leaves of a float32. There
+        # these codes are the greater ones; above, eight is never more than the normal code.
+        magnitudes += np.float32(2**14)
+        small = magnitudes.view(np.int32) - np.float32(2**14).view(np.int32)
+        np.minimum(small, np.int32(8), out=small)
+        codes = np.maximum(normal, small, out=small).astype(np.uint8)
+        codes |= np.signbit(numbers).view(np.uint8) << np.uint8(7)
+        return codes
 
     def _to_numbers(self, codes: Codes) -> Floats:
         numbers: Floats = _E4M3.take(codes)
@@ -104,6 +113,7 @@ class Fp8Codec(_QuantizingCodec):
 
 
 def _e4m3_table() -> Floats:
+    """A float16 has E4M3's ranges, normal and subnormal, if its numbers are taken times 2^8."""
     codes = np.arange(256, dtype=np.uint16)
     halves = ((codes & np.uint16(0x7F)) << np.uint16(7)) | (codes >> np.uint16(7) << np.uint16(15))
     return halves.view(np.float16).astype(np.float32) * np.float32(2**8)
