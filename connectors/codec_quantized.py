@@ -98,12 +98,12 @@ class Fp8Codec(_QuantizingCodec):
         normal >>= np.int32(20)
         normal -= np.int32((127 - 7) << 3)  # the exponents' biases
         np.minimum(normal, np.int32(0x7E), out=normal)  # 0x7F is NaN
-        # Below the normal range, whose first code is 8, numbers are multiples of 2^-9: what adding 2^14 leaves of a float32. There
-        # these codes are the greater ones; above, eight is never more than the normal code.
+        # Below the normal range, whose first code is 8, numbers are multiples of 2^-9: what adding 2^14 leaves of a float32.
+        # There these codes are the greater ones; above, eight is never more than the normal code.
         magnitudes += np.float32(2**14)
         small = magnitudes.view(np.int32) - np.float32(2**14).view(np.int32)
         np.minimum(small, np.int32(8), out=small)
-        codes = np.maximum(normal, small, out=small).astype(np.uint8)
+        codes: Codes = np.maximum(normal, small, out=small).astype(np.uint8)
         codes |= np.signbit(numbers).view(np.uint8) << np.uint8(7)
         return codes
 

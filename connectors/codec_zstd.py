@@ -44,10 +44,11 @@ class ZstdCodec(Codec):
         turned = words << 1
         turned |= words >> (8 * self._word_bytes - 1)
         places = turned.view(np.uint8).reshape(-1, self._word_bytes)
+        high = (turned >> (8 * (self._word_bytes - 1))).astype(np.uint8)
         compressor = getattr(self._thread, "compressor", None)
         if compressor is None:
             compressor = self._thread.compressor = zstandard.ZstdCompressor(level=self._level)
-        frame: bytes = compressor.compress(np.ascontiguousarray(places[:, -1]).data)
+        frame: bytes = compressor.compress(high.data)
         num_bytes = _HEAD.size + len(frame) + len(payload) - len(places)
         if num_bytes >= len(payload):
             return None

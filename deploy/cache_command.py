@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import sys
 import time
@@ -57,7 +58,13 @@ def run_cache(argv: list[str]) -> int:
     command = COMMANDS.get(argv[0])
     if command is None:
         raise InvalidInputError("COMMAND", argv[0], f"one of {', '.join(COMMANDS)}")
-    return command(argv[1:])
+    try:
+        code = command(argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`; what Python still wants to flush at its end goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    return code
 
 
 def store_parser(name: str, description: str) -> OneLineParser:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from tests.contract.node import LAYOUT, PAGES_LAYOUT, chain, wait_until
 from tests.contract.test_nvme import NvmeHarness
 from tests.contract.test_redis import RedisHarness
 from tests.contract.test_shm import ShmHarness
+from tests.support.commanded_process import ROOT
 from tests.support.redis_server import EXECUTABLE
 
 QUIET = Progress("did")
@@ -316,6 +319,15 @@ class TestRedisBrowserWhereAServerIsInstalled(BrowserContract):
         said = capsys.readouterr()
         assert "a key of this namespace is no block's" in said.err
         assert "2 blocks are intact, 2 are bad" in said.out
+
+
+def test_ls_into_a_pipe_that_closes_ends_quietly(tmp_path: Path) -> None:
+    harness = NvmeHarness(tmp_path)
+    harness.open_node(num_blocks=512).save(chain(1, 64))
+    command = f"{sys.executable} -m deploy.cli cache ls --connector nvme --connector-option path={harness.store_root('store')}"
+    ran = subprocess.run(f"{command} --json | head -c 1", shell=True, capture_output=True, text=True, cwd=ROOT)
+    harness.close()
+    assert ran.stdout == "{" and ran.stderr == ""
 
 
 def test_export_to_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
