@@ -323,7 +323,9 @@ class TestRedisBrowserWhereAServerIsInstalled(BrowserContract):
 
 def test_ls_into_a_pipe_that_closes_ends_quietly(tmp_path: Path) -> None:
     harness = NvmeHarness(tmp_path)
-    harness.open_node(num_blocks=512).save(chain(1, 64))
+    node = harness.open_node(num_blocks=600)
+    for seed in range(8):  # more than a pipe holds
+        node.save(chain(seed, 64))
     command = f"{sys.executable} -m deploy.cli cache ls --connector nvme --connector-option path={harness.store_root('store')}"
     ran = subprocess.run(f"{command} --json | head -c 1", shell=True, capture_output=True, text=True, cwd=ROOT)
     harness.close()
