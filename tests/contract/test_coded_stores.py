@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import redis
 
 from connectors.block_cipher import BlockCipher
 from connectors.block_coding import BlockCoding
@@ -163,6 +165,30 @@ def test_redis_encrypted_where_installed_exports_sealed_blocks_that_another_serv
     assert import_blocks(other, io.BytesIO(file.getvalue()), QUIET).counts == {"written": 4}
     other.close()
     assert server.open(TWO_MIB, namespace="other", **coded).load(hashes).outcome is TransferOutcome.OK
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd", "int8"])
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["open", "encrypted"])
+@redis_is_installed
+def test_redis_garbage_of_any_length_where_installed_is_a_miss_and_makes_way(
+    server: Nodes, codec: str, is_encrypted: bool, tmp_path: Path
+) -> None:
+    node = server.open(codec=codec, **({"encryption_key_file": key_file(tmp_path)} if is_encrypted else {}))
+    node.max_error = 0.05 if codec == "int8" else 0.0
+    lengths = [0, 1, 63, 64, 65, 112, 5000, REAL_LAYOUT.block_bytes, REAL_LAYOUT.block_bytes + 64, REAL_LAYOUT.block_bytes + 200]
+    hashes = chain(1, len(lengths), REAL_LAYOUT)
+    assert node.save(hashes).outcome is TransferOutcome.OK
+    with redis.Redis.from_url(server.options["url"]) as client:
+        good = client.get(next(client.scan_iter(f"*{hashes[0].hex()}")))
+        assert isinstance(good, bytes)
+        for name, length in zip(hashes, lengths, strict=True):
+            (key,) = client.scan_iter(f"*{name.hex()}")
+            client.set(key, (good + bytes(length))[-length:] if length % 2 else good[:64] + os.urandom(length)[64:], keepttl=True)
+    for position in range(len(lengths)):
+        result = node.load(hashes[position : position + 1])
+        assert result.num_blocks_ok == 0 and result.outcome in (TransferOutcome.MISS, TransferOutcome.CORRUPT), lengths[position]
+    assert node.save(hashes).outcome is TransferOutcome.OK
+    assert node.load(hashes).outcome is TransferOutcome.OK
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp8"])
