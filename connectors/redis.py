@@ -21,7 +21,7 @@ from connectors.prefix_expiry import PrefixExpiry
 from connectors.redis_browser import RedisBrowser
 from connectors.redis_lane import LaneReport, RedisLane
 from connectors.redis_link import LinkState, RedisLink
-from connectors.redis_server import Credentials, RedisServer
+from connectors.redis_server import Credentials, RedisServer, SentinelService
 from connectors.redis_values import BlockValues
 from connectors.resp_stream import RespError
 from connectors.store_browser import StoreBrowser
@@ -44,13 +44,14 @@ from core.kv.pool_memory import KVPoolMemory
 logger = logging.getLogger(__name__)
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
-_SECRETS = ("username", "password")
+_SECRETS = ("username", "password", "sentinel_password")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisOptions:
     """url: redis://HOST:PORT/DB, rediss://… for TLS, unix:///PATH?db=DB; redis-py's query arguments (ssl_ca_certs=…) are fine.
-    username, password: instead of those in the URL.
+    username, password: instead of those in the URL. sentinels: HOST:PORT,HOST:PORT of those that watch the primary called
+    sentinel_service; the URL then only says scheme, database and query arguments.
 
     namespace separates stores on one server. A block expires expiry_s after its last use; one deeper in its prefix a little
     earlier. num_threads transfers move at the same time, over num_connections connections each. op_timeout_s bounds every wait
@@ -64,6 +65,9 @@ class RedisOptions:
     url: str = field(default="redis://127.0.0.1:6379/0", repr=False)
     username: str = ""
     password: str = field(default="", repr=False)
+    sentinels: str = ""
+    sentinel_service: str = "mymaster"
+    sentinel_password: str = field(default="", repr=False)
     namespace: str = "kvrelay"
     expiry_s: float = 24 * 3600.0
     num_connections: int = 4
@@ -336,8 +340,17 @@ def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
 
 
 def _server_of(options: RedisOptions) -> RedisServer:
-    credentials = Credentials(options.username, options.password)
-    return RedisServer(options.url, credentials, options.connect_timeout_s, options.op_timeout_s)
+    return RedisServer(
+        options.url,
+        Credentials(options.username, options.password),
+        options.connect_timeout_s,
+        options.op_timeout_s,
+        SentinelService(
+            tuple(options.sentinels.split(",")) if options.sentinels else (),
+            options.sentinel_service,
+            options.sentinel_password,
+        ),
+    )
 
 
 def _parse(options: Mapping[str, Any]) -> RedisOptions:

@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
 from redis.connection import Connection, parse_url
+from redis.retry import Retry
+from redis.sentinel import Sentinel
 
 from connectors.resp_stream import RespStream
+from core.addresses import host_of
 from core.errors import ConfigError, ConnectorError
 
 URL_FIELD = "connector.options.url"
@@ -32,10 +36,30 @@ class Credentials:
     password: str
 
 
-class RedisServer:
-    """Opens connections to one server. Any thread; close() ends waits on all that are open or being opened."""
+@dataclass(frozen=True, slots=True)
+class SentinelService:
+    """Who knows which server is the primary now. addresses: HOST:PORT of each sentinel; empty: the URL says it all."""
 
-    def __init__(self, url: str, credentials: Credentials, connect_timeout_s: float, op_timeout_s: float) -> None:
+    addresses: tuple[str, ...] = ()
+    name: str = ""
+    password: str = ""
+
+
+class RedisServer:
+    """Opens connections to one server. Any thread; close() ends waits on all that are open or being opened.
+
+    With sentinels each connection goes to the server that they call the primary at that moment. They end the connections of one
+    that they demote.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        credentials: Credentials,
+        connect_timeout_s: float,
+        op_timeout_s: float,
+        sentinels: SentinelService = SentinelService(),
+    ) -> None:
         """Raises ConfigError, which does not show the URL: it may hold a password."""
         try:
             settings: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
@@ -48,6 +72,10 @@ class RedisServer:
             settings["username"] = credentials.username
         if credentials.password:
             settings["password"] = credentials.password
+        if sentinels.addresses:
+            if "path" in settings:
+                raise ConfigError("connector.options.sentinels", ",".join(sentinels.addresses), "none, with a unix:// URL")
+            settings = {name: value for name, value in settings.items() if name not in ("host", "port")}
         self._connection_type = settings.pop("connection_class", Connection)
         self._settings = {
             **settings,
@@ -61,6 +89,8 @@ class RedisServer:
         except (TypeError, ValueError, redis.RedisError):
             raise ConfigError(URL_FIELD, "(not shown)", f"{_URL_FORMS}; a query argument is unknown or wrong") from None
         self._op_timeout_s = op_timeout_s
+        self._service_name = sentinels.name
+        self._sentinels = _sentinels(sentinels, connect_timeout_s) if sentinels.addresses else None
         self._mutex = threading.Lock()  # of the two below
         self._connections: set[Connection] = set()
         self._is_closed = False
@@ -69,13 +99,15 @@ class RedisServer:
     def address(self) -> str:
         """Where the server is, for messages: no user, no password."""
         settings = self._settings
+        if self._sentinels is not None:
+            return f"primary of {self._service_name} db {settings.get('db', 0)}"
         where = settings.get("path") or f"{settings.get('host', 'localhost')}:{settings.get('port', 6379)}"
         return f"{where} db {settings.get('db', 0)}"
 
     def open_stream(self) -> RespStream:
         """A connection on which nothing is outstanding. Takes connect_timeout_s and one op_timeout_s per step of the set-up at
         most. Raises ConnectorError."""
-        connection = self._connection_type(**self._settings)
+        connection = self._connection_type(**self._settings, **self._primary())
         with self._mutex:
             if self._is_closed:
                 raise ConnectorError("the connector is closed")
@@ -93,7 +125,17 @@ class RedisServer:
 
     def open_client(self) -> RedisClient:
         """An ordinary client with a connection of its own, for what is small and rare. Raises ConnectorError."""
-        return RedisClient(self._connection_type, self._settings, self.address)
+        return RedisClient(self._connection_type, {**self._settings, **self._primary()}, self.address)
+
+    def _primary(self) -> dict[str, Any]:
+        """What the sentinels say, asked in turn until one answers. Raises ConnectorError."""
+        if self._sentinels is None:
+            return {}
+        try:
+            host, port = self._sentinels.discover_master(self._service_name)  # type: ignore[no-untyped-call]
+        except (redis.RedisError, OSError) as error:
+            raise ConnectorError(f"no sentinel knows the {self.address}: {error}") from error
+        return {"host": host, "port": port}
 
     def close(self) -> None:
         """Make every wait on every connection fail, now and later. Whoever uses a connection closes it. Safe to repeat."""
@@ -158,3 +200,16 @@ def _shut_down(connection: Connection) -> None:
             connected.shutdown(socket.SHUT_RDWR)
         except OSError:  # is closed already
             return
+
+
+def _sentinels(service: SentinelService, timeout_s: float) -> Sentinel:
+    """Clients of a service's sentinels. Raises ConfigError."""
+    addresses = []
+    for address in service.addresses:
+        host, port = host_of(address), address.rpartition(":")[2]
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError("connector.options.sentinels", address, "HOST:PORT, and commas between several")
+        addresses.append((host, int(port)))
+    settings: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    settings |= {"retry": Retry(NoBackoff(), 0), "password": service.password or None}
+    return Sentinel(addresses, sentinel_kwargs=settings)  # type: ignore[no-untyped-call]

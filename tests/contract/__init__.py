@@ -1,8 +1,0 @@
-"""One suite that every connector passes, ours and other people's; contract.py says how to join."""
-
-import pytest
-
-pytest.register_assert_rewrite(
-    *(f"tests.contract.{name}_contract" for name in ("prefix", "damage", "transfer", "pressure", "process", "medium")),
-    "tests.contract.node",
-)

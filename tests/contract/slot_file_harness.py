@@ -6,10 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
+from connectors.contract.harness import ConnectorHarness
+from connectors.contract.node import LAYOUT
 from connectors.slot_store import HEADER_PAGE_BYTES, slot_bytes
 from connectors.stored_block import BLOCK_HEADER_BYTES
-from tests.contract.harness import ConnectorHarness
-from tests.contract.node import LAYOUT
 
 _SLOT_BYTES = slot_bytes(LAYOUT)
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
+from connectors.contract.harness import ConnectorHarness
+from connectors.contract.node import LAYOUT, PAGES_LAYOUT, chain, wait_until
 from connectors.registry import open_browser
 from connectors.store_browser import BlockEntry, StoreBrowser
 from core.kv.connector import TransferOutcome
 from core.kv.layout import KVLayout
 from deploy.cache_blocks import Progress, choose_to_prune, export_blocks, import_blocks, remove_blocks, summarize, verify_blocks
 from deploy.cli import main
-from tests.contract.harness import ConnectorHarness
-from tests.contract.node import LAYOUT, PAGES_LAYOUT, chain, wait_until
 from tests.contract.test_nvme import NvmeHarness
 from tests.contract.test_redis import RedisHarness
 from tests.contract.test_shm import ShmHarness

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from connectors.contract.node import SteppedClock
 from connectors.registry import create_connector, open_browser
 from core.config import ModelOptions
 from core.kv.hashing import Namespace, extend_block_hashes
@@ -21,7 +22,6 @@ from core.model_files import resolve_model
 from deploy.cli import main
 from router.api_keys import tenant_cache_salt
 from router.tokenizer import Tokenizer
-from tests.contract.node import SteppedClock
 from tests.contract.test_coded_stores import KVNode
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it does so again. " * 6

@@ -13,14 +13,14 @@ import redis
 
 from connectors.block_cipher import BlockCipher
 from connectors.block_coding import BlockCoding
+from connectors.contract.node import LAYOUT, REAL_LAYOUT, Node, SteppedClock, chain
+from connectors.contract.suite import ConnectorContract
 from connectors.registry import create_connector, open_browser
 from connectors.slot_store import slot_bytes
 from core.errors import ConfigError
 from core.kv.connector import TransferDirection, TransferOutcome
 from core.kv.layout import KVLayout
 from deploy.cache_blocks import Progress, export_blocks, import_blocks, verify_blocks
-from tests.contract.contract import ConnectorContract
-from tests.contract.node import LAYOUT, REAL_LAYOUT, Node, SteppedClock, chain
 from tests.contract.test_nvme import NvmeHarness
 from tests.contract.test_redis import RedisHarness
 from tests.support.redis_server import EXECUTABLE, RedisProcess

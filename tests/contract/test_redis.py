@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from connectors.contract.contract import ConnectorContract
+from connectors.contract.harness import ConnectorHarness
+from connectors.contract.node import LAYOUT
 from connectors.stored_block import BLOCK_HEADER_BYTES
-from tests.contract.contract import ConnectorContract
-from tests.contract.harness import ConnectorHarness
-from tests.contract.node import LAYOUT
 from tests.support.redis_server import EXECUTABLE, RedisProcess
 
 _BLOCK_BYTES = 2560 + 200  # what the allocator gives a block of LAYOUT with its header, and its key, expiry and entries

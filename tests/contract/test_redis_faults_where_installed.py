@@ -17,14 +17,16 @@ from typing import Any
 
 import pytest
 
+from connectors.contract.contract import open_descriptors
+from connectors.contract.node import LAYOUT, REAL_LAYOUT, Node, SteppedClock, chain, content_of, wait_until
 from connectors.registry import create_connector
 from connectors.stored_block import BLOCK_HEADER_BYTES, pack_block_header
+from core.errors import ConfigError
 from core.kv.connector import PrefixLookup, TransferOutcome, TransferResult
 from core.kv.layout import KVLayout
-from tests.contract.contract import open_descriptors
-from tests.contract.node import LAYOUT, REAL_LAYOUT, Node, SteppedClock, chain, content_of, wait_until
+from deploy.topology import find_free_ports
 from tests.support.delaying_proxy import HOST, DelayingProxy
-from tests.support.redis_server import EXECUTABLE, RedisProcess
+from tests.support.redis_server import EXECUTABLE, RedisProcess, SentinelProcess
 
 pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no redis-server")
 
@@ -163,6 +165,48 @@ def test_many_dropped_connections_in_a_row_cost_transfers_and_nothing_else(bench
     assert set(outcomes) <= {TransferOutcome.OK, TransferOutcome.ERROR}
     wait_recovered(node)
     assert node.load(hashes).num_blocks_ok == 8
+
+
+def test_primary_killed_behind_a_sentinel_its_replica_is_found_and_used(bench: Bench) -> None:
+    replica = RedisProcess(
+        bench.folder / "replica", "--replicaof", f"{HOST} {bench.server.port}", "--repl-diskless-sync-delay", "0"
+    )
+    sentinel = SentinelProcess(bench.folder / "sentinel", bench.server.port)
+    try:
+        with bench.server.client() as client:
+            wait_until(lambda: client.info("replication").get("slave0", {}).get("state") == "online")
+        wait_until(lambda: sentinel.num_replicas() == 1)
+        node = bench.open_node(url="redis:///0", sentinels=f"{HOST}:{_closed_port()},{HOST}:{sentinel.port}")
+        assert node.save(chain(1, 8)).outcome is TransferOutcome.OK
+        with bench.server.client() as client:
+            client.wait(1, 5000)
+        bench.server.kill()
+        wait_until(lambda: node.save(chain(2, 8)).outcome is TransferOutcome.OK)
+        assert node.lookup(chain(1, 9), request_id="after") == 8  # replicated
+        assert node.load(chain(1, 8)).num_blocks_ok == 8
+        with replica.client() as client:
+            assert client.info("replication")["role"] == "master"
+    finally:
+        sentinel.end()
+        replica.end()
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"sentinels": "no-port"}, "sentinels"),
+        ({"sentinels": "a:1,b:99999"}, "sentinels"),
+        ({"sentinels": "a:1", "url": "unix:///tmp/socket"}, "sentinels"),
+    ],
+)
+def test_wrong_sentinels_are_refused_by_name(bench: Bench, options: dict[str, str], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        bench.open_node(**options)
+
+
+def _closed_port() -> int:
+    (port,) = find_free_ports(HOST, 1)
+    return port
 
 
 # -- a server that does not answer ------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.contract.contract import ConnectorContract
+from connectors.contract.contract import ConnectorContract
 from tests.contract.slot_file_harness import SlotFileHarness
 
 

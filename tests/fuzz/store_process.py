@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from connectors.contract.node import NUM_POOL_BLOCKS, Node, SteppedClock, chain
 from connectors.registry import create_connector
 from core.kv.connector import TransferOutcome
-from tests.contract.node import NUM_POOL_BLOCKS, Node, SteppedClock, chain
 
 NUM_CHAINS = 8
 CHAIN_BLOCKS = 12

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from connectors.contract.commanded_process import CommandedProcess
+from connectors.contract.node import LAYOUT
 from connectors.slot_store import slot_bytes
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, check_block, pack_block_header
-from tests.contract.node import LAYOUT
 from tests.fuzz.examples import num_examples
-from tests.support.commanded_process import CommandedProcess
 
 NUM_BLOCKS = 40  # fewer than all chains have, so that slots are recycled
 _SLOT_BYTES = slot_bytes(LAYOUT)

@@ -114,3 +114,32 @@ class RedisProcess:
             command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
             subprocess.run(command, check=True, capture_output=True)
         return str(certificate), str(key)
+
+
+class SentinelProcess:
+    """One sentinel that watches a primary on this machine under the name mymaster. Runs until end()."""
+
+    def __init__(self, folder: Path, primary_port: int) -> None:
+        folder.mkdir(parents=True)
+        (self.port,) = find_free_ports(HOST, 1)
+        lines = [f"port {self.port}", f"bind {HOST}", f"dir {folder}", f"sentinel monitor mymaster {HOST} {primary_port} 1"]
+        lines += ["sentinel down-after-milliseconds mymaster 200", "sentinel failover-timeout mymaster 1000"]
+        configuration = folder / "sentinel.conf"
+        configuration.write_text("\n".join(lines) + "\n")
+        with (folder / "log").open("ab") as log:
+            command = [str(EXECUTABLE), str(configuration), "--sentinel"]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        self._client = redis.Redis(HOST, self.port)
+
+    def num_replicas(self) -> int:
+        """How many it knows of; 0 while it starts."""
+        try:
+            return len(self._client.sentinel_slaves("mymaster"))
+        except redis.RedisError:
+            return 0
+
+    def end(self) -> None:
+        """Kill it."""
+        self._client.close()
+        self._process.kill()
+        self._process.wait()

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from connectors.contract.node import HANG_S, SteppedClock, wait_until
 from connectors.file_lock import Lease, has_live_lease, is_lease_alive, lock_descriptor, locked_directory, remove_if_empty
 from connectors.prefix_chains import PrefixChains
 from connectors.transfer_workers import TransferWorkers
 from core.kv.connector import Transfer, TransferDirection, TransferOutcome, TransferResult
-from tests.contract.node import HANG_S, SteppedClock, wait_until
 
 
 def test_lease_of_a_killed_process_is_dead(tmp_path: Path) -> None:

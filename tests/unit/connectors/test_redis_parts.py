@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from connectors.contract.node import LAYOUT, SteppedClock, chain
 from connectors.known_blocks import KnownBlocks
 from connectors.prefix_expiry import PrefixExpiry
 from connectors.redis_values import BlockValues, size_class, split_payload
 from connectors.registry import create_connector
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.errors import ConfigError
-from tests.contract.node import LAYOUT, SteppedClock, chain
 
 HASHES = chain(1, 10)
 MIB = 1024 * 1024

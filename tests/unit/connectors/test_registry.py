@@ -10,12 +10,12 @@ import pytest
 
 from connectors import registry
 from connectors.byte_sizes import parse_byte_size, readable_bytes
+from connectors.contract.node import Node, SteppedClock, chain
 from connectors.none import NoneConnector
 from connectors.registry import create_connector
 from core.clock import Clock
 from core.errors import ConfigError
 from core.kv.connector import TransferOutcome
-from tests.contract.node import Node, SteppedClock, chain
 
 
 def third_party_connector(options: Mapping[str, Any], clock: Clock) -> NoneConnector:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from connectors.contract.node import Node, SteppedClock, chain, wait_until
 from connectors.nvme import create_connector
 from connectors.slot_connector import SlotConnector
 from connectors.slot_store import SlotMedium, SlotStore
 from core.kv.connector import KVConnector, TransferOutcome
 from core.kv.layout import KVLayout
-from tests.contract.node import Node, SteppedClock, chain, wait_until
 
 
 class FaultyMedium(SlotMedium):

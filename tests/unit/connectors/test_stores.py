@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from connectors.contract.node import LAYOUT, PAGES_LAYOUT, Node, SteppedClock, chain
 from connectors.registry import create_connector
 from core.errors import ConfigError, ConnectorError
 from core.kv.connector import TransferOutcome
-from tests.contract.node import LAYOUT, PAGES_LAYOUT, Node, SteppedClock, chain
 
 MIB = 1024 * 1024
 

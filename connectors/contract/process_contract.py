@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from connectors.contract.harness import ConnectorHarness
+from connectors.contract.node import chain, wait_until
 from core.kv.connector import TransferOutcome
-from tests.contract.harness import ConnectorHarness
-from tests.contract.node import chain, wait_until
 
 
 class ProcessContract:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from connectors.contract.harness import ConnectorHarness
+from connectors.contract.node import Node, chain
 from core.kv.connector import TransferOutcome
-from tests.contract.harness import ConnectorHarness
-from tests.contract.node import Node, chain
 
 Damage = Callable[[ConnectorHarness, list[bytes]], None]
 

@@ -169,6 +169,16 @@ class Node:
         return self.connector.stats()
 
 
+def wait_result(node: Node, found: list[TransferResult], is_enough: Callable[[], bool]) -> None:
+    """Collect results into found until it is enough."""
+
+    def collect() -> bool:
+        found.extend(node.connector.poll_transfers())
+        return is_enough()
+
+    wait_until(collect)
+
+
 def wait_until(is_done: Callable[[], bool]) -> None:
     """Poll; a wait of HANG_S is a failure."""
     deadline_s = time.monotonic() + HANG_S

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from connectors.contract.harness import ConnectorHarness
+from connectors.contract.node import LAYOUT, PAGES_LAYOUT, REAL_LAYOUT, block_hashes, chain, content_of
 from core.kv.connector import PrefixLookup, TransferOutcome
 from core.kv.layout import KVLayout
-from tests.contract.harness import ConnectorHarness
-from tests.contract.node import LAYOUT, PAGES_LAYOUT, REAL_LAYOUT, block_hashes, chain, content_of
 
 BLOCK = LAYOUT.block_size
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from connectors.contract.harness import ConnectorHarness
+from connectors.contract.node import Node, chain
 from core.kv.connector import TransferOutcome
-from tests.contract.harness import ConnectorHarness
-from tests.contract.node import Node, chain
 
 CAPACITY = 48
 STORE_NUMBERS = itertools.count()

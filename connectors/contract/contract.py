@@ -1,10 +1,10 @@
-"""The contract of every KVConnector. To put a connector under it, add one file like test_shm.py:
+"""The contract of every KVConnector. To put a connector under it, in tests of your own:
 
     class MyHarness(ConnectorHarness): ...        # how to configure it, how to damage it
     class TestMine(ConnectorContract):
         harness_type = MyHarness
 
-Another project does the same in its own tests, with its connector registered by entry point or built in MyHarness.create.
+Or without a line of code, by pytest's command line: see plugin.py.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.damage_contract import DamageContract
-from tests.contract.harness import ConnectorHarness
-from tests.contract.medium_contract import MediumContract
-from tests.contract.node import wait_until
-from tests.contract.prefix_contract import PrefixContract
-from tests.contract.pressure_contract import PressureContract
-from tests.contract.process_contract import ProcessContract
-from tests.contract.transfer_contract import TransferContract
+from connectors.contract.damage_contract import DamageContract
+from connectors.contract.harness import ConnectorHarness
+from connectors.contract.medium_contract import MediumContract
+from connectors.contract.node import wait_until
+from connectors.contract.prefix_contract import PrefixContract
+from connectors.contract.pressure_contract import PressureContract
+from connectors.contract.process_contract import ProcessContract
+from connectors.contract.transfer_contract import TransferContract
 
 
 class ConnectorContract(PrefixContract, TransferContract, DamageContract, PressureContract, ProcessContract, MediumContract):
@@ -33,11 +33,15 @@ class ConnectorContract(PrefixContract, TransferContract, DamageContract, Pressu
 
     harness_type: type[ConnectorHarness]
 
+    def choose_harness(self, config: pytest.Config) -> type[ConnectorHarness]:
+        """The harness of this run."""
+        return self.harness_type
+
     @pytest.fixture
-    def harness(self, tmp_path: Path) -> Iterator[ConnectorHarness]:
+    def harness(self, tmp_path: Path, pytestconfig: pytest.Config) -> Iterator[ConnectorHarness]:
         gc.collect()
         num_threads, descriptors = threading.active_count(), open_descriptors()
-        harness = self.harness_type(tmp_path)
+        harness = self.choose_harness(pytestconfig)(tmp_path)
         yield harness
         nodes = harness.close_nodes()
         assert [node.stats().num_open_references for node in nodes] == [0] * len(nodes)

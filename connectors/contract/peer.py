@@ -10,16 +10,16 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from connectors.contract.commanded_process import CommandedProcess
+from connectors.contract.node import NUM_POOL_BLOCKS, Node, SteppedClock, chain
 from connectors.registry import create_connector
-from tests.contract.node import NUM_POOL_BLOCKS, Node, SteppedClock, chain
-from tests.support.commanded_process import CommandedProcess
 
 
 class Peer(CommandedProcess):
     """A process with one node. kill() is SIGKILL."""
 
     def __init__(self, connector_name: str, options: Mapping[str, Any], max_file_bytes: int = 0) -> None:
-        super().__init__("tests.contract.peer", connector_name, json.dumps(dict(options)), str(max_file_bytes))
+        super().__init__("connectors.contract.peer", connector_name, json.dumps(dict(options)), str(max_file_bytes))
 
 
 def _save_for_ever(node: Node, first_seed: int) -> None:

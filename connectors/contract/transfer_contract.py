@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
+from connectors.contract.harness import ConnectorHarness
+from connectors.contract.node import HANG_S, NUM_POOL_BLOCKS, Node, chain, wait_result
 from core.kv.connector import Transfer, TransferDirection, TransferOutcome, TransferResult
-from tests.contract.harness import ConnectorHarness
-from tests.contract.node import HANG_S, NUM_POOL_BLOCKS, Node, chain, wait_until
 
 EVENTS = ("load_hit", "load_miss", "save", "duplicate", "expired", "poll", "close")
 # Every order of four events out of the seven: 840. Each third one is tried, from another start in each of three tests.
@@ -60,7 +60,7 @@ class TransferContract:
         for _ in range(3):
             node.connector.start_load(transfer)
         found: list[TransferResult] = []
-        wait_until(lambda: found.extend(node.connector.poll_transfers()) or len(found) >= 1)
+        wait_result(node, found, lambda: bool(found))
         assert node_goes_on(node, found)
         assert {result.transfer_id for result in found} == {transfer.transfer_id}
         assert {result.outcome for result in found} == {TransferOutcome.OK}
@@ -115,7 +115,7 @@ class TransferContract:
         wild = Transfer(900, TransferDirection.LOAD, "wild", (NUM_POOL_BLOCKS,), tuple(chain(1, 1)), node.clock.now_s() + HANG_S)
         node.connector.start_load(wild)
         found: list[TransferResult] = []
-        wait_until(lambda: found.extend(node.connector.poll_transfers()) or bool(found))
+        wait_result(node, found, lambda: bool(found))
         assert found[0].outcome is TransferOutcome.ERROR
         assert node_goes_on(node, [])
 
@@ -166,7 +166,7 @@ def play(node: Node, order: tuple[str, ...]) -> None:
 def node_goes_on(node: Node, found: list[TransferResult]) -> bool:
     """Whether a node still serves: a further transfer ends; results of earlier ones are added to found."""
     transfer = node.start_save(chain(77, 1), first_block=40)
-    wait_until(lambda: found.extend(node.connector.poll_transfers()) or any(r.transfer_id == transfer.transfer_id for r in found))
+    wait_result(node, found, lambda: any(result.transfer_id == transfer.transfer_id for result in found))
     (result,) = [result for result in found if result.transfer_id == transfer.transfer_id]
     found.remove(result)
     return result.outcome is TransferOutcome.OK

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from connectors.contract.node import LAYOUT, Node, SteppedClock
+from connectors.contract.peer import Peer
 from connectors.registry import create_connector
 from core.kv.connector import KVConnector
 from core.kv.layout import KVLayout
-from tests.contract.node import LAYOUT, Node, SteppedClock
-from tests.contract.peer import Peer
 
 
 class ConnectorHarness(ABC):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from connectors.contract.harness import ConnectorHarness
+from connectors.contract.node import Node, chain, wait_until
 from core.errors import ConfigError
 from core.kv.connector import TransferOutcome
-from tests.contract.harness import ConnectorHarness
-from tests.contract.node import Node, chain, wait_until
 
 
 def wait_saved(node: Node, hashes: list[bytes]) -> None:
