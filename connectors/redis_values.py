@@ -62,13 +62,18 @@ class BlockValues:
 
     key_prefix: bytes
     parts: tuple[slice, ...]
-    block_bytes: int
 
     @classmethod
     def of(cls, namespace: str, layout: KVLayout, fingerprint_at_rest: bytes = b"") -> BlockValues:
         """For a layout, under a namespace that separates stores on one server."""
         prefix = f"{namespace}:{KEY_VERSION}:{(fingerprint_at_rest or layout.fingerprint).hex()}:".encode()
-        return cls(prefix, split_payload(layout.block_bytes), layout.block_bytes)
+        return cls(prefix, split_payload(layout.block_bytes))
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block as it is in the pool."""
+        num_bytes: int = self.parts[-1].stop
+        return num_bytes
 
     @property
     def num_parts(self) -> int:

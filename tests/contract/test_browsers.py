@@ -25,7 +25,6 @@ from deploy.cli import main
 from tests.contract.test_nvme import NvmeHarness
 from tests.contract.test_redis import RedisHarness
 from tests.contract.test_shm import ShmHarness
-from tests.support.commanded_process import ROOT
 from tests.support.redis_server import EXECUTABLE
 
 QUIET = Progress("did")
@@ -327,7 +326,9 @@ def test_ls_into_a_pipe_that_closes_ends_quietly(tmp_path: Path) -> None:
     for seed in range(8):  # more than a pipe holds
         node.save(chain(seed, 64))
     command = f"{sys.executable} -m deploy.cli cache ls --connector nvme --connector-option path={harness.store_root('store')}"
-    ran = subprocess.run(f"{command} --json | head -c 1", shell=True, capture_output=True, text=True, cwd=ROOT)
+    ran = subprocess.run(
+        f"{command} --json | head -c 1", shell=True, capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     harness.close()
     assert ran.stdout == "{" and ran.stderr == ""
 

@@ -13,8 +13,8 @@ import redis
 
 from connectors.block_cipher import BlockCipher
 from connectors.block_coding import BlockCoding
+from connectors.contract.contract import ConnectorContract
 from connectors.contract.node import LAYOUT, REAL_LAYOUT, Node, SteppedClock, chain
-from connectors.contract.suite import ConnectorContract
 from connectors.registry import create_connector, open_browser
 from connectors.slot_store import slot_bytes
 from core.errors import ConfigError
