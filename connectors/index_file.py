@@ -27,6 +27,7 @@ MAX_COUNTER = 2**62  # a larger one is damage
 MAX_LEASES = 2**31
 MAX_SLOT_BYTES = 2**40
 RECORD_BYTES = 64
+USE_TIMES = range(64, 512)  # words of the header, for connectors/use_times.py
 _HEADER_BYTES = 4096
 _RECORDS_OFFSET = _HEADER_BYTES + 4 * NUM_RECENT_CHANGES
 _MAGIC_AND_VERSION = int.from_bytes(b"KVRIDX\x01\x00", "little")

@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from connectors.index_file import HASH_HIGH, HASH_LOW, LAST_USE, SEQUENCE, STATE_AND_OWNER, SlotState
+from connectors.index_file import (
+    CHECKSUM,
+    HASH_HIGH,
+    HASH_LOW,
+    LAST_USE,
+    SEQUENCE,
+    STATE_AND_OWNER,
+    SlotState,
+    record_checksums,
+)
 from connectors.index_mirror import sequences_of
-from connectors.slot_index import are_possible
 from connectors.slot_store import HEADER_PAGE_BYTES, SlotLayout, SlotStore, StoredLayout
 from connectors.store_browser import (
     MAX_BATCH_BLOCKS,
@@ -27,10 +36,11 @@ from connectors.store_browser import (
     in_batches,
 )
 from connectors.stored_block import read_block_header
+from connectors.use_times import UseTimes
 from core.errors import ConnectorError
 
 _RECORDS_AT_A_TIME = 16384
-_FIRST_REAL_TICK_US = 10**15  # of 2001: smaller ones count uses and say nothing of time
+_TICK_MASK = 2**60 - 1  # of LAST_USE: the rest are marks
 
 
 class SlotPlaces(Protocol):
@@ -75,19 +85,21 @@ class SlotBrowser(StoreBrowser):
         """Reads the records without a lock: one that is half written does not match its checksum, and is left out."""
         for fingerprint, store in self._store_by_layout.items():
             records, num_bytes = store.index.file.records, self._slot_bytes(fingerprint)
+            times = UseTimes(store.index.file)
             for start in range(0, store.index.file.num_slots, _RECORDS_AT_A_TIME):
                 part = records[start : start + _RECORDS_AT_A_TIME].copy()
-                stored = np.flatnonzero(are_possible(part) & (part[:, STATE_AND_OWNER] == SlotState.STORED))
-                for row in stored.tolist():
-                    record = part[row]
-                    tick, slot = int(record[LAST_USE]), start + row
+                is_whole = record_checksums(part) == part[:, CHECKSUM]
+                stored = np.flatnonzero(is_whole & (part[:, STATE_AND_OWNER] == SlotState.STORED))
+                ticks = part[stored, LAST_USE] & np.uint64(_TICK_MASK)
+                for row, tick, used_s in zip(stored.tolist(), ticks.tolist(), times.times_of(ticks).tolist(), strict=True):
+                    record, slot = part[row], start + row
                     yield BlockEntry(
                         layout_fingerprint=fingerprint,
                         block_hash=record[HASH_LOW : HASH_HIGH + 1].tobytes(),
                         num_bytes=num_bytes,
                         eviction_order=tick,
                         place=f"slot {slot}",
-                        last_used_s=tick / 1e6 if tick >= _FIRST_REAL_TICK_US else None,
+                        last_used_s=None if math.isnan(used_s) else used_s,
                         handle=(slot, int(record[SEQUENCE])),
                     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from connectors.index_file import (
     record_checksums,
 )
 from connectors.index_mirror import IndexMirror
+from connectors.use_times import UseTimes
 from core.errors import ConnectorError
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class SlotIndex:
         self.num_failed_growths = 0
         self._lease_number = lease_number
         self._is_lease_alive = is_lease_alive
+        self._use_times = UseTimes(file)
         self._grow_medium = grow
         self._grow_step = grow_step
         self._mutex = threading.RLock()
@@ -195,7 +196,9 @@ class SlotIndex:
                 self._own_writing.difference_update(self._to_release)
                 self._to_release.clear()
                 self.mirror.refresh(is_locked=True)
+                tick_before = self.file.tick
                 yield
+                self._use_times.note(tick_before, self.file.tick)
                 self.mirror.refresh(is_locked=True)
                 self.file.is_changing = 0
 
@@ -206,7 +209,7 @@ class SlotIndex:
         highest = highest_tick = 0
         for start in range(0, self.file.num_slots, _REPAIR_RECORDS):
             part = records[start : start + _REPAIR_RECORDS].copy()
-            is_valid = are_possible(part)
+            is_valid = _are_possible(part)
             torn.extend((np.flatnonzero(~is_valid) + start).tolist())
             highest = max(highest, int(part[is_valid, SEQUENCE].max(initial=0)))
             has_odd_tick = part[:, LAST_USE] >= MAX_COUNTER  # damage: no checksum covers it
@@ -247,10 +250,7 @@ class SlotIndex:
 
     def _touch(self, chain: Sequence[bytes]) -> None:
         slots = self.mirror.slots_of(chain)
-        now_us = (
-            time.time_ns() // 1000
-        )  # so that a tick says when; it goes on counting where the clock stands still or jumps back
-        newest = max(self.file.tick, min(now_us, MAX_COUNTER // 2)) + len(slots)
+        newest = self.file.tick + len(slots)
         ticks = np.arange(newest, newest - len(slots), -1).astype(np.uint64)
         self.file.records[np.asarray(slots, dtype=np.int64), LAST_USE] = ticks
         self.file.tick = newest
@@ -308,7 +308,7 @@ class SlotIndex:
 
     def _free_torn_records(self, taken: set[int]) -> None:
         """Take back slots whose records are damaged: nobody else can use them."""
-        torn = [slot for slot in np.flatnonzero(~are_possible(self.file.records)).tolist() if slot not in taken]
+        torn = [slot for slot in np.flatnonzero(~_are_possible(self.file.records)).tolist() if slot not in taken]
         if torn:
             logger.warning("took back %d slots with damaged records", len(torn))
             self._free(torn)
@@ -354,7 +354,7 @@ class SlotIndex:
         self._victims.extend(zip(stored[order].tolist(), ticks[order].tolist(), strict=True))
 
 
-def are_possible(records: Words) -> npt.NDArray[np.bool_]:
+def _are_possible(records: Words) -> npt.NDArray[np.bool_]:
     """Which records, [n, 8], are whole and say something that a writer says."""
     states, owners = records[:, STATE_AND_OWNER] & np.uint64(0xFFFFFFFF), records[:, STATE_AND_OWNER] >> np.uint64(32)
     has_state = (states == SlotState.WRITING) | ((states <= SlotState.STORED) & (owners == 0))

@@ -19,7 +19,7 @@ LEGITIMATE = {
     "router/chat_template.py": 1,  # strftime_now, which chat templates ask for
     "connectors/redis_link.py": 1,  # the first guess of the server's clock, until it has told
     "connectors/redis_browser.py": 2,  # what a server says of expiry is the time of day
-    "connectors/slot_index.py": 1,  # when a block was last used, for people; its order never depends on the clock
+    "connectors/use_times.py": 2,  # when a block was last used, for people; eviction does not ask
     "deploy/cache_command.py": 3,  # the ages of blocks, which are shown, and what `prune --older-than` goes by
 }
 
