@@ -76,7 +76,7 @@ def codings(layout: KVLayout) -> dict[str, BlockCoding]:
 class Bench:
     """The model, its pool, and prompts whose KV lies in it."""
 
-    def __init__(self, num_prompts: int, num_answer_tokens: int) -> None:
+    def __init__(self, num_prompts: int, num_answer_tokens: int, first: int = 0) -> None:
         folder = resolve_model("smollm2")
         described = describe_model(folder, ModelOptions(), BLOCK_SIZE)
         self.layout = described.kv_layout
@@ -89,7 +89,7 @@ class Bench:
         topics = sorted(pydoc_data.topics.topics.values(), key=len, reverse=True)
         self.prompts = []
         for number in range(num_prompts):
-            ids = tokenizer.encode(topics[number], add_special_tokens=False)
+            ids = tokenizer.encode(topics[first + number], add_special_tokens=False)
             following = ids[num_prompt_tokens : num_prompt_tokens + num_answer_tokens]
             assert len(following) == num_answer_tokens, "too short a text"
             own = list(range(number * blocks_each, (number + 1) * blocks_each))
