@@ -196,16 +196,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.codecs", description=__doc__)
     parser.add_argument("--prompts", type=int, default=24, help="texts (default %(default)s)")
     parser.add_argument("--answer-tokens", type=int, default=32, help="greedy tokens per text (default %(default)s)")
+    parser.add_argument("--speed-only", action="store_true", help="ratios and speeds; a few prompts are enough")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     bench = Bench(arguments.prompts, arguments.answer_tokens)
     by_name = codings(bench.layout)
     figures: dict[str, dict[str, float]] = {name: speed(bench, coding) for name, coding in by_name.items()}
-    bench.restore(by_name["none"])
-    exact = (bench.answers(), bench.logprobs())
-    for name in ("int8", "fp8"):
-        figures[name] |= effect(bench, by_name[name], exact)
+    if not arguments.speed_only:
+        bench.restore(by_name["none"])
+        exact = (bench.answers(), bench.logprobs())
+        for name in ("int8", "fp8"):
+            figures[name] |= effect(bench, by_name[name], exact)
     if arguments.json:
         print(json.dumps(figures))
         return

@@ -212,7 +212,8 @@ def _lines(report: dict[str, Any], store: str) -> Iterator[str]:
     for run in report["runs"]:
         form = "" if run["form"] == report["form"] else f", but {run['form']}"
         where = f"in {store}{form}" if run["form"] else f"not in {store}"
-        yield f"blocks {run['first']} to {run['last']}: {where}"
+        blocks = f"blocks {run['first']} to {run['last']}" if run["last"] > run["first"] else f"block {run['first']}"
+        yield f"{blocks}: {where}"
     for node, count in report["num_leading_blocks_by_node"].items():
         yield f"blocks of its own cache that {node} can use: the first {count}" if count else f"in {node}'s own cache: none"
     if missing := report.get("first_missing"):
