@@ -59,7 +59,8 @@ class RedisOptions:
     about 150 bytes each; lookup_batch_size is how many blocks are asked about at once.
 
     codec: none, zstd (lossless; codec_level 1 to 19), or int8 or fp8, which are lossy: of 24 greedy answers of 32 tokens they
-    changed 7 and 12 (bench/RESULTS.md). encryption_key_file: made by `kvrelay keys store FILE`; blocks are encrypted (AES-256-GCM).
+    changed 7 and 12 (bench/RESULTS.md). encryption_key_file: made by `kvrelay keys store FILE`; blocks at rest are encrypted
+    with AES-256-GCM.
     """
 
     url: str = field(default="redis://127.0.0.1:6379/0", repr=False)
