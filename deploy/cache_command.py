@@ -115,8 +115,9 @@ def _stat(argv: list[str]) -> int:
     parser = _listing_parser("stat", "How much a store holds.")
     parser.add_argument("--json", action="store_true", help="as JSON")
     arguments = parser.parse_args(argv)
+    now_s = time.time()
     with opened_store(arguments) as browser:
-        summary = summarize(_chosen(browser, arguments), browser.capacity_bytes, time.time())
+        summary = summarize(_chosen(browser, arguments), browser.capacity_bytes, now_s)
     if arguments.json:
         print(json.dumps(summary))
         return EXIT_OK
@@ -125,9 +126,10 @@ def _stat(argv: list[str]) -> int:
     print(f"{summary['num_blocks']} blocks, {readable_bytes(summary['num_bytes'])}{of_capacity}")
     for layout, counts in summary["layouts"].items():
         print(f"layout {layout}: {counts['num_blocks']} blocks, {readable_bytes(counts['num_bytes'])}")
-    print(
-        "last used: " + ", ".join(f"{count} {age}" for age, count in summary["ages"].items() if count) if summary["ages"] else ""
-    )
+    if summary["num_blocks"]:
+        print("last used: " + ", ".join(f"{count} {age}" for age, count in summary["ages"].items() if count))
+    if summary["oldest_use_s"] is not None:
+        print(f"oldest use: {_readable_age(now_s - summary['oldest_use_s'])} ago")
     return EXIT_OK
 
 
