@@ -25,8 +25,10 @@ Words = npt.NDArray[np.uint64]
 NUM_RECENT_CHANGES = 16384
 MAX_COUNTER = 2**62  # a larger one is damage
 MAX_LEASES = 2**31
+MAX_SLOT_BYTES = 2**40
 RECORD_BYTES = 64
 FORMAT_VERSION = 1  # of index and slots; of whatever a process of another version would misread
+USE_TIMES = range(64, 512)  # words of the header, for connectors/use_times.py
 _HEADER_BYTES = 4096
 _RECORDS_OFFSET = _HEADER_BYTES + 4 * NUM_RECENT_CHANGES
 _MAGIC_AND_VERSION = int.from_bytes(b"KVRIDX" + FORMAT_VERSION.to_bytes(2, "little"), "little")
@@ -175,6 +177,16 @@ class IndexFile:
 def index_bytes(num_slots: int) -> int:
     """Size of the file for that many slots."""
     return _RECORDS_OFFSET + RECORD_BYTES * num_slots
+
+
+def read_index_identity(path: Path) -> tuple[bytes, int]:
+    """Layout fingerprint and bytes per slot of an existing index. Raises ConnectorError where it is none, OSError."""
+    with path.open("rb") as file:
+        words = np.frombuffer(file.read(40).ljust(40, b"\0"), dtype=np.uint64)
+    slot_bytes = int(words[4])
+    if int(words[0]) != _MAGIC_AND_VERSION or not _HEADER_BYTES < slot_bytes < MAX_SLOT_BYTES:
+        raise ConnectorError(f"{path} is no index of this version")
+    return words[1:3].tobytes(), slot_bytes
 
 
 def create_index_file(path: Path, layout_fingerprint: bytes, num_slots: int, slot_bytes: int) -> None:

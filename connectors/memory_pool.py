@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from connectors.index_file import IndexFile, write_empty_index
-from connectors.slot_store import HEADER_PAGE_BYTES, SlotMedium, slot_bytes
+from connectors.index_file import IndexFile, read_index_identity, write_empty_index
+from connectors.slot_store import HEADER_PAGE_BYTES, SlotLayout, SlotMedium, StoredLayout, slot_bytes
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.errors import ConnectorError
-from core.kv.layout import PAGE_BYTES, KVLayout
+from core.kv.layout import PAGE_BYTES
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -38,7 +38,7 @@ class PoolDescriptors:
     slots: int
 
     @classmethod
-    def create(cls, pool: str, layout: KVLayout, num_slots: int) -> PoolDescriptors:
+    def create(cls, pool: str, layout: SlotLayout, num_slots: int) -> PoolDescriptors:
         """A new, empty pool. Memory is taken as slots are touched. Raises OSError."""
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         created = cls(os.memfd_create(f"{pool}-index", flags), os.memfd_create(f"{pool}-segment", flags))
@@ -51,6 +51,11 @@ class PoolDescriptors:
             created.close()
             raise
         return created
+
+    def read_layout(self) -> StoredLayout:
+        """What its index says. Raises OSError or ConnectorError."""
+        fingerprint, num_bytes = read_index_identity(_reopening_path(self.index))
+        return StoredLayout(fingerprint, num_bytes - HEADER_PAGE_BYTES)
 
     def close(self) -> None:
         """Safe to repeat."""
@@ -67,7 +72,7 @@ class PoolDescriptors:
 class MemoryIndexFile(IndexFile):
     """The index of a pool. As it has no name that could be removed, its permissions tell that it was given up."""
 
-    def __init__(self, descriptor: int, layout: KVLayout) -> None:
+    def __init__(self, descriptor: int, layout: SlotLayout) -> None:
         """Raises OSError, or ConnectorError where this is no index of the layout."""
         super().__init__(_reopening_path(descriptor), layout.fingerprint, slot_bytes(layout))
 
@@ -111,7 +116,7 @@ class MemoryMedium(SlotMedium):
     needs_neighbours = False
     piece_bytes = 1024 * 1024  # threads that end at the same time matter more than the cost of a piece
 
-    def __init__(self, descriptor: int, layout: KVLayout, num_slots: int) -> None:
+    def __init__(self, descriptor: int, layout: SlotLayout, num_slots: int) -> None:
         """Raises OSError, or ConnectorError where the memory is not what create() makes."""
         self._slot_bytes = slot_bytes(layout)
         self._block_bytes = layout.block_bytes

@@ -18,19 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from connectors.block_coding import SLOT_CODECS, CodingOptions
 from connectors.byte_sizes import with_parsed_sizes
 from connectors.eviction_policy import check_eviction_policy
 from connectors.file_lock import has_live_lease, locked_directory
 from connectors.index_file import FORMAT_VERSION
+from connectors.slot_browser import SlotBrowser
 from connectors.slot_connector import SlotConnector
-from connectors.slot_store import HEADER_PAGE_BYTES, PIECE_BYTES, SlotMedium, SlotStore, slot_bytes
-from connectors.store_directory import Segment, StoreDirectory
+from connectors.slot_store import HEADER_PAGE_BYTES, PIECE_BYTES, SlotLayout, SlotMedium, SlotStore, slot_bytes
+from connectors.store_browser import StoreBrowser
+from connectors.store_directory import Segment, StoreDirectory, StoreRoot
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.clock import Clock
 from core.config import options_from_mapping
 from core.errors import ConfigError, ConnectorError
 from core.kv.connector import KVConnector
-from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,10 @@ class NvmeOptions:
 
     zero_fill: write all of the store once while idle, because a file's first write to a place is slower than the next.
     sync_interval_s: so often the store is synced, which bounds what a power failure takes; 0 leaves it to the kernel.
+
+    codec: none, or int8 or fp8, which are lossy: they nearly halve slots, and of 24 greedy answers of 32 tokens they changed 7
+    and 12 (bench/RESULTS.md).
+    encryption_key_file: made by `kvrelay keys store FILE`; blocks at rest are encrypted with AES-256-GCM.
     """
 
     path: str
@@ -58,6 +64,8 @@ class NvmeOptions:
     zero_fill: bool = True
     sync_interval_s: float = 0.0
     eviction: str = "lru"
+    codec: str = "none"
+    encryption_key_file: str = ""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -76,7 +84,7 @@ class NvmeConnector(SlotConnector):
     _starts_without_store = True
 
     def __init__(self, options: NvmeOptions, clock: Clock) -> None:
-        super().__init__(clock, options.num_threads)
+        super().__init__(clock, options.num_threads, _coding_of(options))
         self._options = options
         self._is_stopping = threading.Event()
         self._syncer = threading.Thread(target=self._sync_for_ever, name=f"kv-{self.name}-sync", daemon=True)
@@ -94,7 +102,7 @@ class NvmeConnector(SlotConnector):
             self._syncer.join(1.0)
         super().close()
 
-    def _open_store(self, layout: KVLayout) -> SlotStore:
+    def _open_store(self, layout: SlotLayout) -> SlotStore:
         name = _prefix() + layout.fingerprint.hex()
         place = StoreDirectory(Path(self._options.path), name, layout)
         with locked_directory(place.root):
@@ -253,7 +261,22 @@ def _open_direct(path: Path) -> int:
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
     """Options: see NvmeOptions. Raises ConfigError."""
+    return NvmeConnector(_parse(options), clock)
+
+
+def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
+    """All layouts in the directory. Raises ConfigError or ConnectorError."""
+    parsed = _parse(options)
+    return SlotBrowser(StoreRoot(Path(parsed.path), _prefix(), parsed.capacity_bytes, _NvmeSegment, _GROW_BYTES))
+
+
+def _coding_of(options: NvmeOptions) -> CodingOptions:
+    return CodingOptions(options.codec, encryption_key_file=options.encryption_key_file).check(SLOT_CODECS)
+
+
+def _parse(options: Mapping[str, Any]) -> NvmeOptions:
     if not options.get("path"):
         raise ConfigError("connector.options.path", options.get("path"), "a directory for the blocks")
     sized = with_parsed_sizes(options, ("capacity_bytes",), "connector.options")
-    return NvmeConnector(options_from_mapping(NvmeOptions, sized, "connector.options"), clock)
+    parsed: NvmeOptions = options_from_mapping(NvmeOptions, sized, "connector.options")
+    return parsed

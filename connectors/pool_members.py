@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import select
 import socket
 import struct
@@ -71,6 +72,13 @@ def find_pool(pool: str, num_descriptors: int) -> list[int]:
         if is_silent or any(_is_alive(member) for member in asked):
             raise TimeoutError(f"no process that has the pool {pool} open answers within {ANSWER_TIMEOUT_S} s")
         return []
+
+
+def pools_with_members(prefix: str) -> list[str]:
+    """Pools of this network namespace whose names begin so and go on with 16 hexadecimal digits, sorted."""
+    names = (line.rpartition("@")[2] for line in Path("/proc/net/unix").read_text(errors="replace").splitlines())
+    found = (re.fullmatch(rf"({re.escape(prefix)}[0-9a-f]{{16}})-\d+", name) for name in names)
+    return sorted({match[1] for match in found if match})
 
 
 class PoolMember:

@@ -14,14 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from connectors.block_coding import CodingOptions
 from connectors.known_blocks import KnownBlocks
 from connectors.prefix_chains import PrefixChains
 from connectors.prefix_expiry import PrefixExpiry
+from connectors.redis_browser import RedisBrowser
 from connectors.redis_lane import LaneReport, RedisLane
 from connectors.redis_link import LinkState, RedisLink
 from connectors.redis_server import Credentials, RedisServer, SentinelService
 from connectors.redis_values import BlockValues
 from connectors.resp_stream import RespError
+from connectors.store_browser import StoreBrowser
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck
 from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed
 from core.clock import Clock
@@ -54,6 +57,10 @@ class RedisOptions:
     earlier. num_threads transfers move at the same time, over num_connections connections each. op_timeout_s bounds every wait
     for the server, connect_timeout_s that for a connection. max_known_hashes bounds what a process remembers of the store, at
     about 150 bytes each; lookup_batch_size is how many blocks are asked about at once.
+
+    codec: none, zstd (lossless; codec_level 1 to 19), or int8 or fp8, which are lossy: of 24 greedy answers of 32 tokens they
+    changed 7 and 12 (bench/RESULTS.md). encryption_key_file: made by `kvrelay keys store FILE`; blocks at rest are encrypted
+    with AES-256-GCM.
     """
 
     url: str = field(default="redis://127.0.0.1:6379/0", repr=False)
@@ -70,6 +77,9 @@ class RedisOptions:
     op_timeout_s: float = 2.0
     max_known_hashes: int = 1_000_000
     lookup_batch_size: int = 512
+    codec: str = "none"
+    codec_level: int = 1
+    encryption_key_file: str = ""
 
     def __post_init__(self) -> None:
         if not _NAMESPACE.fullmatch(self.namespace):
@@ -94,17 +104,8 @@ class RedisConnector(KVConnector):
 
     def __init__(self, options: RedisOptions, clock: Clock) -> None:
         self._options = options
-        self._server = RedisServer(
-            options.url,
-            Credentials(options.username, options.password),
-            options.connect_timeout_s,
-            options.op_timeout_s,
-            SentinelService(
-                tuple(options.sentinels.split(",")) if options.sentinels else (),
-                options.sentinel_service,
-                options.sentinel_password,
-            ),
-        )
+        self._server = _server_of(options)
+        self._coding_options = CodingOptions(options.codec, options.codec_level, options.encryption_key_file).check()
         self._workers = TransferWorkers(self._execute, lambda: False, self._notify, clock)
         self._known = KnownBlocks(options.max_known_hashes)
         self._chains = PrefixChains()
@@ -136,7 +137,8 @@ class RedisConnector(KVConnector):
     def register_kv_cache(self, pool: KVPoolMemory) -> None:
         """Begin to connect, and start the threads. A server that cannot be reached now is used when it can."""
         self._pool, self._layout = pool, pool.layout
-        self._values = BlockValues.of(self._options.namespace, pool.layout)
+        self._coding = self._coding_options.coding_for(pool.layout)
+        self._values = BlockValues.of(self._options.namespace, pool.layout, self._coding.fingerprint)
         self._link = RedisLink(self._server, self._values, self._known, self._options.lookup_batch_size, self._notify)
         self._link.start()
         self._workers.start_threads(self._options.num_threads, "kv-redis")
@@ -175,7 +177,7 @@ class RedisConnector(KVConnector):
         link = self._ready_link
         num_blocks = link.num_keys // self._values.num_parts
         return ConnectorStats(
-            store_bytes=num_blocks * (BLOCK_HEADER_BYTES + self._layout.block_bytes),
+            store_bytes=num_blocks * (BLOCK_HEADER_BYTES + self._coding.max_bytes),  # zstd: at most
             store_blocks=num_blocks,
             capacity_bytes=link.max_memory_bytes,
             num_evictions=link.num_evictions,
@@ -228,6 +230,9 @@ class RedisConnector(KVConnector):
         moved_bytes = num_ok * self._layout.block_bytes
         if num_ok == len(names):
             return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.OK, moved_bytes)
+        if report.checks.get(num_ok) is BlockCheck.UNREADABLE:
+            detail = f"block {names[num_ok].hex()}: {self._coding.complaint}"
+            return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.MISS, moved_bytes, detail)
         if report.checks.get(num_ok) is not None:
             detail = f"block {names[num_ok].hex()} is not what its key says"
             return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.CORRUPT, moved_bytes, detail)
@@ -308,8 +313,7 @@ class RedisConnector(KVConnector):
                 lane.close()
 
     def _new_lane(self) -> RedisLane:
-        fingerprint, block_bytes = self._layout.fingerprint, self._layout.block_bytes
-        return RedisLane(self._server, self._values, fingerprint, self._options.num_connections, block_bytes)
+        return RedisLane(self._server, self._values, self._coding, self._options.num_connections)
 
     @contextlib.contextmanager
     def _reporting(self, lane: RedisLane, report: LaneReport) -> Iterator[None]:
@@ -327,10 +331,35 @@ class RedisConnector(KVConnector):
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
     """Options: see RedisOptions. Raises ConfigError, in which no value that may be a secret is shown."""
+    return RedisConnector(_parse(options), clock)
+
+
+def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
+    """All layouts in the namespace. Raises ConfigError or ConnectorError."""
+    parsed = _parse(options)
+    return RedisBrowser(_server_of(parsed), parsed.namespace, parsed.expiry_s)
+
+
+def _server_of(options: RedisOptions) -> RedisServer:
+    return RedisServer(
+        options.url,
+        Credentials(options.username, options.password),
+        options.connect_timeout_s,
+        options.op_timeout_s,
+        SentinelService(
+            tuple(options.sentinels.split(",")) if options.sentinels else (),
+            options.sentinel_service,
+            options.sentinel_password,
+        ),
+    )
+
+
+def _parse(options: Mapping[str, Any]) -> RedisOptions:
     known = {option.name for option in fields(RedisOptions)}
     for name in options:
         if name not in known:
             raise ConfigError(f"connector.options.{name}", "(not shown)", f"one of the options {', '.join(sorted(known))}")
     # A password like 1234 arrives as a number.
     texts = {name: str(options[name]) for name in ("url", *_SECRETS) if options.get(name) is not None}
-    return RedisConnector(options_from_mapping(RedisOptions, {**options, **texts}, "connector.options"), clock)
+    parsed: RedisOptions = options_from_mapping(RedisOptions, {**options, **texts}, "connector.options")
+    return parsed

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from connectors.block_coding import BlockCoding
 from connectors.redis_link import NUM_STATUS_REPLIES, STATUS_COMMANDS
 from connectors.redis_server import RedisServer
 from connectors.redis_values import BlockValues
 from connectors.resp_stream import Reply, RespError, RespStream
-from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, check_block, pack_block_header
+from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, check_block
 
 _PIPELINE_BYTES = 256 * 1024  # small blocks: so many bytes under way on one connection
 _MAX_PIPELINE = 16
+_MAX_CODING_BYTES = 4096  # of an encoded or encrypted block beyond the block's own
 _FULL = ("OOM",)
 
 
@@ -33,14 +35,13 @@ class LaneReport:
 class RedisLane:
     """Used by one thread at a time. After an error its connections are closed and the next use opens others."""
 
-    def __init__(
-        self, server: RedisServer, values: BlockValues, fingerprint: bytes, num_connections: int, block_bytes: int
-    ) -> None:
+    def __init__(self, server: RedisServer, values: BlockValues, coding: BlockCoding, num_connections: int) -> None:
         self._server = server
         self._values = values
-        self._fingerprint = fingerprint
+        self._coding = coding
         self._num_connections = num_connections
-        self._num_pipelined = max(1, min(_MAX_PIPELINE, _PIPELINE_BYTES // block_bytes))
+        self._num_pipelined = max(1, min(_MAX_PIPELINE, _PIPELINE_BYTES // coding.block_bytes))
+        self._max_value_bytes = coding.block_bytes + _MAX_CODING_BYTES
         self._streams: list[RespStream] = []
 
     def close(self) -> None:
@@ -107,13 +108,20 @@ class RedisLane:
         depth = len(streams) * self._num_pipelined
         num_sent = num_answered = 0
         end = len(block_hashes)
+        unsealed: set[int] = set()  # what the codec cannot hold is not sent
         while num_answered < end:
             if num_sent < end and num_sent - num_answered < depth:
-                payload = payloads[num_sent]
-                header = pack_block_header(self._fingerprint, block_hashes[num_sent], payload)
-                command = self._values.set(block_hashes[num_sent], header, payload, lifetimes_ms[num_sent])
-                streams[num_sent % len(streams)].send(command)
+                sealed = self._coding.seal(block_hashes[num_sent], payloads[num_sent])
+                if sealed is None:
+                    unsealed.add(num_sent)
+                else:
+                    header, payload = sealed[0], memoryview(sealed[1])
+                    command = self._values.set(block_hashes[num_sent], header, payload, lifetimes_ms[num_sent])
+                    streams[num_sent % len(streams)].send(command)
                 num_sent += 1
+                continue
+            if num_answered in unsealed:
+                num_answered += 1
                 continue
             if self._is_stored(streams[num_answered % len(streams)]):
                 report.stored.add(num_answered)
@@ -136,16 +144,22 @@ class RedisLane:
     def _receive(self, stream: RespStream, block_hash: bytes, payload: memoryview) -> BlockCheck | None:
         """One block; None when a part of it is not there."""
         header = memoryview(bytearray(BLOCK_HEADER_BYTES))
-        is_missing = is_damaged = False
+        is_missing, is_as_in_pool = False, True
+        pieces: list[bytes | bytearray] = []
         for number, part in enumerate(self._values.parts):
-            outcome = stream.receive_value([header, payload[part]] if number == 0 else [payload[part]])
-            is_missing |= outcome is None
-            is_damaged |= outcome is False
+            # What is not at rest as it is in the pool has another size, and comes as it is.
+            views = [*([header] if number == 0 else []), *([payload[part]] if self._coding.is_plain else [])]
+            received = stream.receive_value(views, self._max_value_bytes)
+            is_missing |= received is None
+            is_as_in_pool &= received is True and self._coding.is_plain
+            pieces.append(received if isinstance(received, bytearray) else b"".join(views))
         if is_missing:
             return None
-        if is_damaged:
-            return BlockCheck.CORRUPT
-        return check_block(bytes(header), payload, self._fingerprint, block_hash)
+        if is_as_in_pool:
+            return check_block(bytes(header), payload, self._coding.fingerprint, block_hash)
+        at_rest = b"".join(pieces)
+        stored = memoryview(at_rest)[BLOCK_HEADER_BYTES:]
+        return self._coding.unseal(at_rest[:BLOCK_HEADER_BYTES], stored, block_hash, payload)
 
     def _is_stored(self, stream: RespStream) -> bool:
         """Read the replies of one block's commands; False when the server is full. Raises RespError for any other refusal."""

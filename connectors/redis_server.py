@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +123,10 @@ class RedisServer:
             self._disconnect(connection)
             raise ConnectorError(f"no connection to {self.address}: {error}") from error
 
+    def open_client(self) -> RedisClient:
+        """An ordinary client with a connection of its own, for what is small and rare. Raises ConnectorError."""
+        return RedisClient(self._connection_type, {**self._settings, **self._primary()}, self.address)
+
     def _primary(self) -> dict[str, Any]:
         """What the sentinels say, asked in turn until one answers. Raises ConnectorError."""
         if self._sentinels is None:
@@ -144,6 +149,48 @@ class RedisServer:
         with self._mutex:
             self._connections.discard(connection)
         connection.disconnect()  # type: ignore[no-untyped-call]
+
+
+class RedisClient:
+    """redis-py's client; one thread. Its faults are ConnectorErrors, a refused command's stands in its place."""
+
+    def __init__(self, connection_type: type[Connection], settings: dict[str, Any], address: str) -> None:
+        self._address = address
+        self._client = redis.Redis(connection_pool=redis.ConnectionPool(connection_class=connection_type, **settings))
+
+    def ask(self, commands: Sequence[tuple[bytes, ...]]) -> list[Any]:
+        """The replies of a pipeline."""
+        if not commands:
+            return []
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            # By the general way: the named methods reshape replies, and differ from version to version.
+            pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
+        try:
+            return list(pipeline.execute(raise_on_error=False))
+        except (redis.RedisError, OSError) as error:
+            raise ConnectorError(f"{self._address}: {error}") from error
+
+    def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
+        """The names of all keys that match, about `count` at a time."""
+        cursor: int | None = None
+        while cursor != 0:
+            try:
+                cursor, keys = self._client.scan(cursor or 0, match=pattern, count=count)
+            except (redis.RedisError, OSError) as error:
+                raise ConnectorError(f"{self._address}: {error}") from error
+            yield [key for key in keys if isinstance(key, bytes)]
+
+    def max_memory_bytes(self) -> int:
+        """The server's limit; 0: none, or it does not say."""
+        (found,) = self.ask([(b"INFO", b"memory")])
+        if isinstance(found, Exception):
+            raise ConnectorError(f"{self._address}: {found}")
+        return int(found.get("maxmemory", 0)) if isinstance(found, dict) else 0
+
+    def close(self) -> None:
+        """Close its connection."""
+        self._client.close()
 
 
 def _shut_down(connection: Connection) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from connectors.coded_payload import read_prefix
 from connectors.resp_stream import pack_command
-from connectors.stored_block import BLOCK_HEADER_BYTES
+from connectors.stored_block import BLOCK_HEADER_BYTES, CODED_VERSION, read_block_header
 from core.kv.layout import KVLayout
 
 # Of keys and values. Another version has other keys, so that old and new processes can share a server.
-_VERSION = 1
+KEY_VERSION = 1
+MAX_PARTS = 2
 _SERVER_OVERHEAD_BYTES = 32  # string header, terminator, and what the server receives along with a value
 _MAX_WASTE = 0.1
 
@@ -41,6 +43,19 @@ def split_payload(block_bytes: int) -> tuple[slice, ...]:
     return (slice(0, first), slice(first, block_bytes))
 
 
+def cut_payload(header: bytes, payload: bytes) -> tuple[slice, ...]:
+    """Where a block at rest is cut into values. An encoded block has as many as it would have as it is in the pool."""
+    found = read_block_header(header)
+    prefix = read_prefix(payload) if found is not None and found.version == CODED_VERSION else None
+    return split_payload(len(payload)) if prefix is None else cut_encoded(len(payload), split_payload(prefix.raw_bytes))
+
+
+def cut_encoded(num_bytes: int, parts: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The same cuts in a payload of another length, as far as it goes; the last part has the rest."""
+    cuts = [min(part.start, num_bytes) for part in parts]
+    return tuple(slice(start, end) for start, end in zip(cuts, [*cuts[1:], num_bytes], strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class BlockValues:
     """Keys and commands of one layout's blocks."""
@@ -49,10 +64,16 @@ class BlockValues:
     parts: tuple[slice, ...]
 
     @classmethod
-    def of(cls, namespace: str, layout: KVLayout) -> BlockValues:
+    def of(cls, namespace: str, layout: KVLayout, fingerprint_at_rest: bytes = b"") -> BlockValues:
         """For a layout, under a namespace that separates stores on one server."""
-        prefix = f"{namespace}:{_VERSION}:{layout.fingerprint.hex()}:".encode()
+        prefix = f"{namespace}:{KEY_VERSION}:{(fingerprint_at_rest or layout.fingerprint).hex()}:".encode()
         return cls(prefix, split_payload(layout.block_bytes))
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block as it is in the pool."""
+        num_bytes: int = self.parts[-1].stop
+        return num_bytes
 
     @property
     def num_parts(self) -> int:
@@ -82,13 +103,14 @@ class BlockValues:
         return pack_command(b"DEL", *self.keys(block_hash))
 
     def set(self, block_hash: bytes, header: bytes, payload: memoryview, lifetime_ms: int) -> list[bytes | memoryview]:
-        """num_parts commands that store a block, as pieces to be sent one after the other.
+        """num_parts commands that store a block, as it is at rest, as pieces to be sent one after the other.
 
         The value is the last argument: what follows one costs the server another read (a quarter more CPU in all, measured).
         """
         lifetime = b"%d" % lifetime_ms
         pieces: list[bytes | memoryview] = []
-        for key, part in zip(self.keys(block_hash), self.parts, strict=True):
+        parts = self.parts if len(payload) == self.block_bytes else cut_encoded(len(payload), self.parts)
+        for key, part in zip(self.keys(block_hash), parts, strict=True):
             view = payload[part]
             command = b"*4\r\n$6\r\nPSETEX\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(key), key, len(lifetime), lifetime)
             pieces += [b"%b$%d\r\n%b" % (command, len(header) + len(view), header), view, b"\r\n"]

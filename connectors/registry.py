@@ -7,10 +7,12 @@ so that one connector's client library is not another one's need.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from connectors.store_browser import StoreBrowser
 from core.clock import Clock
 from core.errors import ConfigError
 from core.kv.connector import KVConnector
@@ -27,6 +29,21 @@ def create_connector(name: str, options: Mapping[str, Any], clock: Clock) -> KVC
     Raises ConfigError for an unknown name (listing what exists), a missing client library, or an option that is not allowed.
     """
     return _find_factory(name)(options, clock)
+
+
+def open_browser(name: str, options: Mapping[str, Any]) -> StoreBrowser:
+    """The store of these options, to be looked into apart from an engine: open_browser(options) of the connector's module.
+
+    Raises as create_connector does, ConfigError where the connector has no such function, and ConnectorError where the store
+    cannot be reached.
+    """
+    open_one = getattr(sys.modules[_find_factory(name).__module__], "open_browser", None)
+    if open_one is None:
+        raise ConfigError(
+            "connector.name", name, "a connector whose store can be looked into: nvme, redis, shm, or one of your own"
+        )
+    browser: StoreBrowser = open_one(options)
+    return browser
 
 
 def connector_names() -> list[str]:

@@ -151,11 +151,10 @@ class RespStream:
             if views and time.monotonic() > deadline_s:
                 raise TimeoutError("the server takes too long to read a command")
 
-    def receive_value(self, views: Sequence[memoryview]) -> bool | None:
+    def receive_value(self, views: Sequence[memoryview], max_bytes: int = 0) -> bytearray | bool | None:
         """Receive the reply of a GET into memory: True when it is a value of exactly that size, None when there is none.
 
-        False: a value of another size, which was read and dropped where it is smaller; the views may hold part of it. Raises
-        RespError.
+        A value of another size is returned instead, where it is smaller or has at most max_bytes. Raises RespError.
         """
         expected = sum(len(view) for view in views)
         header = b"$%d" % expected
@@ -171,10 +170,11 @@ class RespStream:
         if line[:1] == b"-":
             raise RespError(line[1:].decode(errors="replace"))
         length = _parse_number(line)
-        if line[:1] != b"$" or length > expected:
+        if line[:1] != b"$" or length > max(expected, max_bytes):
             raise ConnectionError(f"expected a value of {expected} bytes, got {line[:40]!r}")
-        self._fill([memoryview(bytearray(length + len(CRLF)))])
-        return False
+        value = bytearray(length + len(CRLF))
+        self._fill([memoryview(value)])
+        return value[:length]
 
     def receive_status(self) -> None:
         """Receive the reply of a SET. Raises RespError for a refusal."""

@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from connectors.block_coding import CodingOptions
 from connectors.index_mirror import sequences_of
 from connectors.prefix_chains import PrefixChains
-from connectors.slot_store import SlotStore, slot_bytes
-from connectors.stored_block import BlockCheck, check_block, pack_block_header
+from connectors.slot_coding import SlotCoding
+from connectors.slot_store import SlotLayout, SlotStore, slot_bytes
+from connectors.stored_block import BlockCheck
 from connectors.transfer_workers import TransferWorkers, failed
 from core.clock import Clock
 from core.errors import ConfigError, ConnectorError
@@ -34,7 +36,6 @@ from core.kv.connector import (
     TransferOutcome,
     TransferResult,
 )
-from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
 
 logger = logging.getLogger(__name__)
@@ -65,8 +66,10 @@ class SlotConnector(KVConnector):
 
     touches_loaded = True  # a load is a use
 
-    def __init__(self, clock: Clock, num_threads: int) -> None:
+    def __init__(self, clock: Clock, num_threads: int, coding: CodingOptions | None = None) -> None:
+        """coding: of a codec whose blocks are all of one length. None: blocks are at rest as they are in the pool."""
         self._clock = clock
+        self._coding_options = coding or CodingOptions()
         self._num_threads = num_threads
         self._workers = TransferWorkers(self._execute, self._work_ahead, self._notify, clock)
         self._chains = PrefixChains()
@@ -80,8 +83,8 @@ class SlotConnector(KVConnector):
         self._pins: deque[tuple[tuple[bytes, ...], bool]] = deque(maxlen=_MAX_PINS)  # asked for, not done
 
     @abstractmethod
-    def _open_store(self, layout: KVLayout) -> SlotStore:
-        """Join or create the store for this layout. Raises OSError, ConnectorError or ConfigError."""
+    def _open_store(self, layout: SlotLayout) -> SlotStore:
+        """Join or create the store for this layout at rest. Raises OSError, ConnectorError or ConfigError."""
 
     @property
     @abstractmethod
@@ -108,10 +111,10 @@ class SlotConnector(KVConnector):
         self._pool_bytes = np.frombuffer(pool.buffer, dtype=np.uint8).data
         self._num_pool_blocks = pool.num_blocks
         self._layout = pool.layout
-        self._fingerprint = pool.layout.fingerprint
+        self._coding = SlotCoding(pool.layout, self._coding_options.coding_for(pool.layout))
         self._block_bytes, self._stride_bytes = pool.layout.block_bytes, pool.layout.block_stride_bytes
         try:
-            self._store = self._open_store(pool.layout)
+            self._store = self._open_store(self._coding.layout_at_rest)
         except OSError as error:
             if not self._starts_without_store or error.errno in _CONFIGURATION_FAULTS:
                 raise ConnectorError(f"the {self.name} store cannot be opened: {error}") from error
@@ -170,7 +173,7 @@ class SlotConnector(KVConnector):
             return ConnectorStats(
                 num_errors=self._num_errors, num_open_references=num_open, num_evictions=self._num_past_evictions
             )
-        num_stored, num_bytes = len(store.index.mirror), slot_bytes(self._layout)
+        num_stored, num_bytes = len(store.index.mirror), slot_bytes(self._coding.layout_at_rest)
         return ConnectorStats(
             store_bytes=num_stored * num_bytes,
             store_blocks=num_stored,
@@ -230,11 +233,8 @@ class SlotConnector(KVConnector):
 
         def read(positions: Sequence[int]) -> None:
             blocks = [self._block(transfer.block_ids[position]) for position in positions]
-            headers = store.medium.read([slots[position] for position in positions], blocks)
-            all_headers = itertools.chain(headers, itertools.repeat(b""))  # the medium may end before the last ones
-            for position, block, header in zip(positions, blocks, all_headers, strict=False):
-                payload = block[: self._block_bytes]
-                progress.checks[position] = check_block(header, payload, self._fingerprint, names[position])
+            where, wanted = [slots[position] for position in positions], [names[position] for position in positions]
+            progress.checks.update(zip(positions, self._coding.read(store.medium, where, wanted, blocks), strict=True))
 
         self._run_pieces(store, transfer, slots, list(range(len(slots))), read, progress)
         num_ok = _count_leading(lambda position: progress.checks.get(position) is BlockCheck.OK, len(names))
@@ -251,7 +251,9 @@ class SlotConnector(KVConnector):
         outcome, detail = TransferOutcome.OK, ""
         if num_ok < len(names):
             outcome, detail = self._reason(transfer, progress, num_ok)
-            if num_ok in damaged:
+            if progress.checks.get(num_ok) is BlockCheck.UNREADABLE:
+                outcome, detail = TransferOutcome.MISS, f"block {names[num_ok].hex()}: {self._coding.complaint}"
+            elif num_ok in damaged:
                 outcome, detail = TransferOutcome.CORRUPT, f"block {names[num_ok].hex()} did not match its header"
         return TransferResult(transfer.transfer_id, num_ok, outcome, num_ok * self._block_bytes, detail)
 
@@ -264,13 +266,10 @@ class SlotConnector(KVConnector):
 
         def write(positions: Sequence[int]) -> None:
             blocks = [self._block(transfer.block_ids[position]) for position in positions]
-            headers = (
-                pack_block_header(self._fingerprint, names[position], block[: self._block_bytes])
-                for position, block in zip(positions, blocks, strict=True)
-            )
-            store.medium.write([slots[position] for position in positions], headers, blocks)
+            where, written = [slots[position] for position in positions], [names[position] for position in positions]
+            is_written = self._coding.write(store.medium, where, written, blocks)
             if store.medium.is_intact():
-                progress.written.update(positions)
+                progress.written.update(itertools.compress(positions, is_written))
 
         try:
             self._run_pieces(store, transfer, slots, list(slots), write, progress)
@@ -296,7 +295,8 @@ class SlotConnector(KVConnector):
         progress: _Progress,
     ) -> None:
         """Cut positions into pieces, and move those on all idle threads until one fails or the transfer is out of time."""
-        max_blocks = max(1, min(_MAX_PIECE_BLOCKS, store.medium.piece_bytes // slot_bytes(self._layout)))
+        piece_blocks = store.medium.piece_bytes // slot_bytes(self._coding.layout_at_rest)
+        max_blocks = max(1, min(_MAX_PIECE_BLOCKS, piece_blocks))
         pieces: list[list[int]] = []
         for position in positions:
             is_neighbour = pieces and slots[pieces[-1][-1]] + 1 == slots[position]
@@ -362,7 +362,7 @@ class SlotConnector(KVConnector):
         if self._is_closed or self._clock.now_s() < self._reopen_at_s:
             return None
         try:
-            self._store = self._open_store(self._layout)
+            self._store = self._open_store(self._coding.layout_at_rest)
             self._workers.request_background()
         except (OSError, ConnectorError, ConfigError) as error:  # the last: no longer is there room for the capacity
             self._num_errors += 1

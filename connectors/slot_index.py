@@ -36,6 +36,7 @@ from connectors.index_file import (
 from connectors.index_mirror import IndexMirror
 from connectors.slot_recency import SlotRecency
 from connectors.slot_runs import in_few_runs
+from connectors.use_times import UseTimes
 from core.errors import ConnectorError
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class SlotIndex:
         self.num_freed_ahead = 0  # evicted beyond what a full store needs now, so that there is a choice of neighbours
         self._lease_number = lease_number
         self._is_lease_alive = is_lease_alive
+        self._use_times = UseTimes(file)
         self._grow_medium = grow
         self._grow_step = grow_step
         self._mutex = threading.RLock()
@@ -151,11 +153,13 @@ class SlotIndex:
             pass
 
     # -- loading -------------------------------------------------------------------------------------------------------
-    def forget(self, sequence_by_slot: dict[int, int]) -> None:
-        """Free slots whose bytes turned out to be bad, unless they changed since these sequence numbers were read."""
+    def forget(self, sequence_by_slot: dict[int, int]) -> int:
+        """Free slots whose bytes turned out to be bad, unless they changed since these sequence numbers were read; how many."""
         with self._changing():
             sequences = self.file.records[:, SEQUENCE]
-            self._free([slot for slot, sequence in sequence_by_slot.items() if int(sequences[slot]) == sequence])
+            unchanged = [slot for slot, sequence in sequence_by_slot.items() if int(sequences[slot]) == sequence]
+            self._free(unchanged)
+        return len(unchanged)
 
     def catch_up(self) -> None:
         """Bring the mirror up to date under the lock, where a change that has not arrived never will."""
@@ -257,9 +261,11 @@ class SlotIndex:
                 self._own_writing.difference_update(self._to_release)
                 self._to_release.clear()
                 self.mirror.refresh(is_locked=True)
+                tick_before = self.file.tick
                 while self._untold_uses:
                     self.recency.touch(*self._untold_uses.popleft())
                 yield
+                self._use_times.note(tick_before, self.file.tick)
                 self.mirror.refresh(is_locked=True)
                 self.file.is_changing = 0
 

@@ -7,21 +7,52 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from connectors.index_file import RECORD_BYTES, index_bytes
 from connectors.slot_index import SlotIndex
-from core.kv.layout import PAGE_BYTES, KVLayout
+from core.kv.layout import PAGE_BYTES
 
 HEADER_PAGE_BYTES = PAGE_BYTES
 PIECE_BYTES = 3 * 1024 * 1024  # of one I/O: larger ones gain nothing (measured)
 
 
-def slot_bytes(layout: KVLayout) -> int:
+class SlotLayout(Protocol):
+    """What a store of slots must know of its blocks. A KVLayout says it of blocks that are at rest as they are in the pool."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """16 bytes that differ whenever the meaning of a block's bytes at rest differs."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Payload at rest, of every block."""
+
+    @property
+    def block_stride_bytes(self) -> int:
+        """The same, rounded up to a page."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayout:
+    """Blocks at rest, whatever they mean: encoded ones, or those of a store that is looked into without a model."""
+
+    fingerprint: bytes
+    block_bytes: int
+
+    @property
+    def block_stride_bytes(self) -> int:
+        """Payload rounded up to a page, for direct I/O."""
+        return -(-self.block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def slot_bytes(layout: SlotLayout) -> int:
     """Bytes of one slot on the medium."""
     return HEADER_PAGE_BYTES + layout.block_stride_bytes
 
 
-def num_slots_within(capacity_bytes: int, layout: KVLayout) -> int:
+def num_slots_within(capacity_bytes: int, layout: SlotLayout) -> int:
     """How many slots, with their index, fit into a capacity; 0 when none does."""
     return max(0, (capacity_bytes - index_bytes(0)) // (slot_bytes(layout) + RECORD_BYTES))
 

@@ -7,18 +7,19 @@
 
 from __future__ import annotations
 
+import glob
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from connectors.file_lock import Lease, has_live_lease, is_lease_alive, locked_directory
-from connectors.index_file import IndexFile, create_index_file, resize_index_file
+from connectors.index_file import IndexFile, create_index_file, read_index_identity, resize_index_file
 from connectors.slot_index import SlotIndex, take_lease_number
-from connectors.slot_store import SlotMedium, SlotStore, num_slots_within, slot_bytes
+from connectors.slot_store import HEADER_PAGE_BYTES, SlotLayout, SlotMedium, SlotStore, StoredLayout, num_slots_within, slot_bytes
 from core.errors import ConfigError, ConnectorError
-from core.kv.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Segment:
 
     path: Path
     index_file: IndexFile
-    layout: KVLayout
+    layout: SlotLayout
     is_alone: bool
     is_new: bool
 
@@ -43,7 +44,7 @@ class StoreDirectory:
 
     root: Path
     name: str
-    layout: KVLayout
+    layout: SlotLayout
 
     @property
     def path(self) -> Path:
@@ -67,6 +68,29 @@ class StoreDirectory:
         file, is_new = self._open_index(num_slots, is_alone)
         if file.num_slots != num_slots:
             logger.info("the store in %s is in use with %d blocks; our %d are ignored", self.path, file.num_slots, num_slots)
+        return self._join(file, is_alone, is_new, open_medium, grow_bytes, eviction)
+
+    def open_existing(self, open_medium: Callable[[Segment], SlotMedium], grow_bytes: int) -> SlotStore:
+        """Join the store as it is, whatever its capacity. The caller holds the root's lock.
+
+        Raises OSError (FileNotFoundError where there is none) or ConnectorError where it is damaged; neither changes it.
+        """
+        is_alone = not has_live_lease(self.path)
+        file = IndexFile(self.path / _INDEX_NAME, self.layout.fingerprint, slot_bytes(self.layout))
+        if not file.is_sane():
+            file.close()
+            raise ConnectorError(f"{self.path / _INDEX_NAME} has words in its header that no writer leaves")
+        return self._join(file, is_alone, False, open_medium, grow_bytes, "lru")
+
+    def _join(
+        self,
+        file: IndexFile,
+        is_alone: bool,
+        is_new: bool,
+        open_medium: Callable[[Segment], SlotMedium],
+        grow_bytes: int,
+        eviction: str,
+    ) -> SlotStore:
         lease = None
         try:
             lease = self._take_lease(file)
@@ -118,3 +142,41 @@ class StoreDirectory:
                 has_live_lease(self.path)  # sweeps up the leases of processes that were killed
         finally:
             lease.release()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRoot:
+    """A folder of stores, one per layout at rest, each in a folder `prefix` + fingerprint: what is there, how it is opened."""
+
+    root: Path
+    prefix: str
+    capacity_bytes: int
+    open_medium: Callable[[Segment], SlotMedium]
+    grow_bytes: int
+
+    def layouts(self) -> tuple[list[StoredLayout], list[str]]:
+        """The stores that are there, and in words those that cannot be opened."""
+        if not self.root.is_dir():
+            return [], [f"there is no store in {self.root}"]
+        found: list[StoredLayout] = []
+        problems: list[str] = []
+        for path in sorted(self.root.glob(f"{glob.escape(self.prefix)}*/{_INDEX_NAME}")):
+            name = path.parent.name.removeprefix(self.prefix)
+            if not re.fullmatch("[0-9a-f]{32}", name):
+                continue  # of another prefix that begins like ours
+            try:
+                fingerprint, num_bytes = read_index_identity(path)
+                if fingerprint.hex() != name:
+                    raise ConnectorError(f"{path} is of another layout than its folder's name says")
+                found.append(StoredLayout(fingerprint, num_bytes - HEADER_PAGE_BYTES))
+            except (OSError, ConnectorError) as error:
+                problems.append(str(error))
+        return found, problems
+
+    def open(self, layout: SlotLayout, *, create: bool) -> SlotStore:
+        """Join a store that is there, or with `create` also make it. Raises OSError, ConnectorError or ConfigError."""
+        place = StoreDirectory(self.root, f"{self.prefix}{layout.fingerprint.hex()}", layout)
+        with locked_directory(self.root):
+            if create and not (place.path / _INDEX_NAME).exists():
+                return place.open(self.capacity_bytes, self.open_medium, self.grow_bytes)
+            return place.open_existing(self.open_medium, self.grow_bytes)

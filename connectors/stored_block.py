@@ -1,13 +1,14 @@
 """A block at rest or on the wire: a 64-byte header, then the payload.
 
-Every store that keeps bytes uses these two functions, so that what one reader calls intact is intact for all. Bad bytes are
-an outcome here, never an exception: they cost a recompute.
+Every store that keeps bytes uses these functions, so that what one reader calls intact is intact for all. Bad bytes are an
+outcome here, never an exception: they cost a recompute. What a payload of CODED_VERSION holds is block_coding's business.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
+from dataclasses import dataclass
 
 import xxhash
 
@@ -19,7 +20,8 @@ _FIELDS = struct.Struct("<4sHH16s16sQQ")
 _CHECKSUM = struct.Struct("<Q")
 BLOCK_HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 _MAGIC = b"KVRB"
-_VERSION = 1
+PLAIN_VERSION = 1  # the payload is the block as it is in the pool
+CODED_VERSION = 2  # the payload begins with a prefix that says how the block is encoded and encrypted
 _NEVER_WRITTEN = bytes(BLOCK_HEADER_BYTES)
 
 
@@ -29,39 +31,71 @@ class BlockCheck(enum.Enum):
     OK = "ok"
     MISS = "miss"  # an intact header of another block or layout, or a place that was never written
     CORRUPT = "corrupt"  # neither
+    UNREADABLE = "unreadable"  # intact, but encrypted with another key, or of a codec that is not there: a miss that says why
 
 
-def pack_block_header(layout_fingerprint: bytes, block_hash: bytes, payload: Payload) -> bytes:
+@dataclass(frozen=True, slots=True)
+class BlockHeader:
+    """What an intact header says. payload_bytes and checksum (xxh3_64) are of the payload at rest."""
+
+    version: int
+    layout_fingerprint: bytes
+    block_hash: bytes
+    payload_bytes: int
+    checksum: int
+
+    def matches(self, payload: Payload) -> bool:
+        """Whether this is the payload that the header was written for."""
+        return len(payload) == self.payload_bytes and xxhash.xxh3_64_intdigest(payload) == self.checksum
+
+
+def pack_block_header(layout_fingerprint: bytes, block_hash: bytes, payload: Payload, version: int = PLAIN_VERSION) -> bytes:
     """The BLOCK_HEADER_BYTES bytes that go before `payload`, which is of bytes. Both names are 16 bytes.
 
     Lets go of the GIL while it reads a large payload.
     """
     fields = _FIELDS.pack(
-        _MAGIC, _VERSION, BLOCK_HEADER_BYTES, layout_fingerprint, block_hash, len(payload), xxhash.xxh3_64_intdigest(payload)
+        _MAGIC, version, BLOCK_HEADER_BYTES, layout_fingerprint, block_hash, len(payload), xxhash.xxh3_64_intdigest(payload)
     )
     return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
 
+def read_block_header(header: bytes) -> BlockHeader | None:
+    """What a header says; None when it is damaged, of another version, or was never written."""
+    fields = _unpack(header)
+    return None if fields is None else BlockHeader(*fields)
+
+
 def check_block(
-    header: bytes, payload: Payload, layout_fingerprint: bytes, block_hash: bytes, payload_checksum: int | None = None
+    header: bytes,
+    payload: Payload,
+    layout_fingerprint: bytes,
+    block_hash: bytes,
+    version: int = PLAIN_VERSION,
 ) -> BlockCheck:
     """Whether header and payload are what was stored under block_hash. Both must be the reader's own copy, because a store
-    may recycle the place at any moment; a header of the wrong length is CORRUPT. payload_checksum: the payload's xxh3_64, if the
-    reader has computed it while the bytes came."""
-    if len(header) != BLOCK_HEADER_BYTES:
-        return BlockCheck.CORRUPT
+    may recycle the place at any moment; a header of the wrong length is CORRUPT."""
     if header == _NEVER_WRITTEN:
         return BlockCheck.MISS
-    fields = header[: _FIELDS.size]
-    if _CHECKSUM.unpack_from(header, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(fields):
+    fields = _unpack(header)
+    if fields is None:
         return BlockCheck.CORRUPT
-    magic, version, header_bytes, stored_fingerprint, stored_hash, payload_bytes, checksum = _FIELDS.unpack(fields)
-    if magic != _MAGIC or version != _VERSION or header_bytes != BLOCK_HEADER_BYTES:
-        return BlockCheck.CORRUPT
-    if stored_fingerprint != layout_fingerprint or stored_hash != block_hash:
+    stored_version, stored_fingerprint, stored_hash, payload_bytes, checksum = fields
+    if stored_fingerprint != layout_fingerprint or stored_hash != block_hash or stored_version != version:
         return BlockCheck.MISS
-    if payload_checksum is None:
-        payload_checksum = xxhash.xxh3_64_intdigest(payload)
-    if payload_bytes != len(payload) or checksum != payload_checksum:
+    if payload_bytes != len(payload) or checksum != xxhash.xxh3_64_intdigest(payload):
         return BlockCheck.CORRUPT
     return BlockCheck.OK
+
+
+def _unpack(header: bytes) -> tuple[int, bytes, bytes, int, int] | None:
+    """The fields of a BlockHeader: a tuple, because every block of every load comes by here."""
+    if len(header) != BLOCK_HEADER_BYTES:
+        return None
+    fields = header[: _FIELDS.size]
+    if _CHECKSUM.unpack_from(header, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(fields):
+        return None
+    magic, version, header_bytes, fingerprint, block_hash, payload_bytes, checksum = _FIELDS.unpack(fields)
+    if magic != _MAGIC or version not in (PLAIN_VERSION, CODED_VERSION) or header_bytes != BLOCK_HEADER_BYTES:
+        return None
+    return version, fingerprint, block_hash, payload_bytes, checksum

@@ -302,6 +302,10 @@ class EngineCore:
             problems.append(f"{self._ledger.num_overdue} transfers are past their deadline and still hold blocks")
         return Audit(counts, tuple(problems))
 
+    def num_cached_blocks(self, block_hashes: Sequence[bytes]) -> int:
+        """How many of a prompt's leading blocks are in this engine's own cache. Changes nothing."""
+        return len(self._pool.find_longest_prefix(block_hashes, len(block_hashes)))
+
     def try_reset_prefix_cache(self, *, force: bool = False) -> bool:
         """Forget cached KV; see Scheduler.try_reset_prefix_cache."""
         return self._scheduler.try_reset_prefix_cache(force=force)

@@ -46,7 +46,10 @@ class NodeCore:
         elif isinstance(command, messages.AuditRequest):
             audit = self.engine.audit()
             node_id = self.identity.node_id
-            return [messages.AuditReply(audit_id=command.audit_id, node_id=node_id, counts=audit.counts, problems=audit.problems)]
+            counts = audit.counts
+            if command.block_hashes:
+                counts = {**counts, messages.LEADING_BLOCKS: self.engine.num_cached_blocks(command.block_hashes)}
+            return [messages.AuditReply(audit_id=command.audit_id, node_id=node_id, counts=counts, problems=audit.problems)]
         elif isinstance(command, messages.Drain):
             self.is_draining = True
         elif isinstance(command, messages.RegisterAgain):

@@ -48,7 +48,9 @@ USAGE = """usage: kvrelay COMMAND [OPTIONS]     (kvrelay COMMAND --help lists a 
   drain          let a node, or "router", finish what it has and leave: NAME --url URL
   restart        a rolling restart of a supervised cluster: [NAME ...] --url URL
   audit          what a running cluster still holds: --url URL; exit code 1 when something is left
-  keys           keys for a cluster beyond one machine: DIR; API keys: api NAME --file FILE [--admin]
+  cache          looks into a store: ls, stat, verify, prune, export, import, explain (why a prompt misses)
+  keys           keys for a cluster beyond one machine: DIR; API keys: api NAME --file FILE [--admin];
+                 a key for stored blocks: store FILE
   version        this version
 
 What asks a router sends the API key in the environment variable KVRELAY_API_KEY, if there is one."""
@@ -139,6 +141,12 @@ def _keys(argv: list[str]) -> int:
     return run_keys(argv)
 
 
+def _cache(argv: list[str]) -> int:
+    from deploy.cache_command import run_cache
+
+    return run_cache(argv)
+
+
 def _requests(argv: list[str]) -> int:
     body = _ask_router("kvrelay requests", argv, "/requests")
     requests = body.get("requests", []) if isinstance(body, dict) else []
@@ -212,6 +220,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "drain": _drain,
     "restart": _restart,
     "audit": _audit,
+    "cache": _cache,
     "keys": _keys,
     "version": _version,
 }

@@ -42,9 +42,10 @@ def get_json(url: str, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
     return status, _decode(body)
 
 
-def post_json(url: str, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
-    """POST without a body; otherwise as get_json."""
-    status, body = _ask("POST", url, path, timeout_s)
+def post_json(url: str, path: str, timeout_s: float = 5.0, content: object = None) -> tuple[int, Any]:
+    """POST `content` as JSON, None: without a body; otherwise as get_json."""
+    sent = None if content is None else json.dumps(content).encode()
+    status, body = _ask("POST", url, path, timeout_s, sent)
     return status, _decode(body)
 
 
@@ -61,14 +62,17 @@ def _decode(body: bytes) -> Any:
         return None
 
 
-def _ask(method: str, url: str, path: str, timeout_s: float) -> tuple[int, bytes]:
+def _ask(method: str, url: str, path: str, timeout_s: float, content: bytes | None = None) -> tuple[int, bytes]:
     if not url.startswith(("http://", "https://")):
         raise InvalidInputError("--url", url, "http://HOST:PORT")
     api_key = router_api_key()
     # The cluster is spoken to directly, whatever proxy the environment names for the outside.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        request = urllib.request.Request(url.rstrip("/") + urllib.parse.quote(path), method=method)  # noqa: S310 (checked)
+        where = url.rstrip("/") + urllib.parse.quote(path)
+        request = urllib.request.Request(where, data=content, method=method)  # noqa: S310 (checked)
+        if content is not None:
+            request.add_header("Content-Type", "application/json")
         if api_key:
             request.add_unredirected_header("Authorization", f"Bearer {api_key}")  # for this router alone
         with opener.open(request, timeout=timeout_s) as response:

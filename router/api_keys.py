@@ -44,6 +44,7 @@ ACCESS_BY_PATH: tuple[tuple[str, Access], ...] = (
     ("/detokenize", Access.KEY),
     ("/nodes", Access.ADMIN),
     ("/audit", Access.ADMIN),
+    ("/cached", Access.ADMIN),
     ("/drain", Access.ADMIN),
     ("/requests", Access.ADMIN),
     ("/admin", Access.ADMIN),

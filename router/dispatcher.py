@@ -104,9 +104,12 @@ class Dispatcher:
                 self._authenticator.stop()
             self._context.term()
 
-    async def audit(self, timeout_s: float) -> tuple[dict[str, AuditReply], list[str]]:
-        """What every connected node still holds, by node_id, and the nodes that did not answer in time."""
-        round_ = self.core.start_audit()
+    async def audit(self, timeout_s: float, block_hashes: tuple[bytes, ...] = ()) -> tuple[dict[str, AuditReply], list[str]]:
+        """What every connected node still holds, by node_id, and the nodes that did not answer in time.
+
+        block_hashes: of a prompt, whose leading blocks in their own caches the nodes count as well.
+        """
+        round_ = self.core.start_audit(block_hashes)
         try:
             async with asyncio.timeout(timeout_s):
                 while round_.missing:

@@ -200,6 +200,7 @@ class HttpApi:
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.model),
                 Route("/tokenize", self._with_body(self.tokenize), methods=["POST"]),
+                Route("/cached", self._with_body(self._cluster.cached), methods=["POST"]),
                 Route("/detokenize", self._with_body(self.detokenize), methods=["POST"]),
                 Route("/health", self.health),
                 Route("/version", self.version),

@@ -1,4 +1,4 @@
-"""Endpoints that tell about the cluster and change it: nodes, requests in flight, audit, drain.
+"""Endpoints that tell about the cluster and change it: nodes, requests in flight, audit, cached blocks, drain.
 
 They are for operators and their tools, not for tenants.
 """
@@ -14,8 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from core.clock import Clock
+from core.wire.messages import LEADING_BLOCKS
 from router.dispatcher import Dispatcher
 from router.http_generation import json_response
+from router.openai_protocol import CachedRequest, decode_body
 from router.registry import ROUTER_NAME, NodeState, NodeStatus
 
 AUDIT_TIMEOUT_S = 5.0
@@ -69,6 +71,13 @@ class ClusterEndpoints:
         body = {"router_generation": self._generation, "status": "draining", "num_in_flight": num_in_flight}
         return json_response(body, 202)
 
+    async def cached(self, _request: Request, body: bytes) -> Response:
+        """POST /cached: how many of a prompt's leading blocks each node has in its own cache."""
+        names = tuple(bytes.fromhex(name) for name in decode_body(body, CachedRequest).block_hashes)
+        replies, missing = await self._dispatcher.audit(AUDIT_TIMEOUT_S, names)
+        counts = {node_id: reply.counts.get(LEADING_BLOCKS, 0) for node_id, reply in sorted(replies.items())}
+        return json_response({"num_leading_blocks": counts, "missing": missing})
+
     async def audit(self, _request: Request) -> Response:
         """GET /audit: 200 when nothing is held that should not be, else 503."""
         num_in_flight = self._dispatcher.core.num_in_flight
@@ -105,6 +114,9 @@ def node_body(node: NodeState, now_s: float) -> dict[str, object]:
         "connector": node.connector,
         "model_name": node.model.model_name,
         "dtype": node.model.dtype,
+        "model_fingerprint": node.model.model_fingerprint.hex(),
+        "layout_fingerprint": node.model.layout_fingerprint.hex(),
+        "block_size": node.model.block_size,
         "generation": str(node.generation),
         "metrics_address": node.metrics_address,
     }

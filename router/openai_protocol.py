@@ -7,7 +7,7 @@ not know are ignored, as OpenAI-compatible servers do; fields that it knows and 
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -134,6 +134,14 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
+
+
+class CachedRequest(msgspec.Struct, kw_only=True):
+    """Body of /cached: hashes of a prompt's full blocks, first to last, in hexadecimal digits."""
+
+    block_hashes: Annotated[
+        list[Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]], msgspec.Meta(min_length=1, max_length=2**17)
+    ]
 
 
 # -- responses ---------------------------------------------------------------------------------------------------------
@@ -297,7 +305,7 @@ class ErrorResponse(msgspec.Struct):
     error: ErrorBody
 
 
-Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, CachedRequest)
 
 
 def decode_body(body: bytes, body_type: type[Body]) -> Body:

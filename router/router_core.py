@@ -234,13 +234,13 @@ class RouterCore:
             self._send(node, Ping())
         self._handle_lost()
 
-    def start_audit(self) -> AuditRound:
+    def start_audit(self, block_hashes: tuple[bytes, ...] = ()) -> AuditRound:
         """Ask all connected nodes; replies are gathered in the round until the caller removes it from `audits`."""
         nodes = self.registry.connected()
         round_ = AuditRound(next(self._audit_ids), {node.node_id for node in nodes}, {})
         self.audits[round_.audit_id] = round_
         for node in nodes:
-            self._send(node, AuditRequest(round_.audit_id))
+            self._send(node, AuditRequest(round_.audit_id, block_hashes))
         self._handle_lost()
         return round_
 

@@ -29,6 +29,8 @@ Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 RegistrationIndex = Annotated[int, Meta(ge=0, lt=2**32)]  # of a frame's header
 Seconds = Annotated[float, Meta(ge=0)]  # NaN is not at least 0
 Address = Annotated[str, Meta(max_length=255, pattern=r"^[!-~]*\Z")]  # HOST:PORT, or ""
+BlockHashes = Annotated[tuple[Annotated[bytes, Meta(min_length=16, max_length=16)], ...], Meta(max_length=2**17)]
+LEADING_BLOCKS = "leading_blocks"  # a count in AuditReply
 TokenIds = tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...]
 
 
@@ -166,9 +168,14 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 
 
 class AuditRequest(msgspec.Struct, tag="audit_request", frozen=True):
-    """Ask for an AuditReply with the same audit_id."""
+    """Ask for an AuditReply with the same audit_id.
+
+    block_hashes: of a prompt's full blocks; the reply's counts then have LEADING_BLOCKS, how many of the first are in the
+    node's own cache.
+    """
 
     audit_id: int
+    block_hashes: BlockHashes = ()
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):

@@ -15,7 +15,9 @@ _SLOT_BYTES = slot_bytes(LAYOUT)
 
 
 class SlotFileHarness(ConnectorHarness):
-    """Base of the harnesses of shm and nvme."""
+    """Base of the harnesses of shm and nvme. fingerprint: of LAYOUT at rest."""
+
+    fingerprint = LAYOUT.fingerprint
 
     def store_root(self, store: str) -> Path:
         """The folder that holds the store's folders, one per layout."""
@@ -61,7 +63,7 @@ class SlotFileHarness(ConnectorHarness):
         index.write_bytes(b"\xff" * 5000)
 
     def _segment(self, store: str) -> Path:
-        (segment,) = self.store_root(store).glob(f"*{LAYOUT.fingerprint.hex()}/segment")
+        (segment,) = self.store_root(store).glob(f"*{self.fingerprint.hex()}/segment")
         return segment
 
     def _find(self, store: str, block_hash: bytes) -> int:

@@ -33,13 +33,13 @@ class RedisHarness(ConnectorHarness):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._servers: dict[str, RedisProcess] = {}
+        self.servers: dict[str, RedisProcess] = {}
 
     def options(self, store: str, num_blocks: int) -> dict[str, Any]:
-        if store not in self._servers:
-            self._servers[store] = self._start(store, num_blocks, "--maxmemory-samples", "64")
-        self._grow(self._servers[store], _NODE_BYTES)
-        return {"url": self._servers[store].url}
+        if store not in self.servers:
+            self.servers[store] = self._start(store, num_blocks, "--maxmemory-samples", "64")
+        self._grow(self.servers[store], _NODE_BYTES)
+        return {"url": self.servers[store].url}
 
     def flip_bit(self, store: str, block_hash: bytes, where: str) -> None:
         offset = {"header": 20, "payload": BLOCK_HEADER_BYTES, "end": BLOCK_HEADER_BYTES + LAYOUT.block_bytes - 1}[where]
@@ -49,24 +49,24 @@ class RedisHarness(ConnectorHarness):
         self._change(store, block_hash, lambda value: value[: BLOCK_HEADER_BYTES + 100])
 
     def swap(self, store: str, first_hash: bytes, second_hash: bytes) -> None:
-        with self._servers[store].client() as client:
+        with self.servers[store].client() as client:
             first, second = self._key(client, first_hash), self._key(client, second_hash)
             values = client.mget(second, first)
             for key, value in zip((first, second), values, strict=True):
                 client.set(key, value, keepttl=True)
 
     def delete(self, store: str, block_hash: bytes) -> None:
-        with self._servers[store].client() as client:
+        with self.servers[store].client() as client:
             client.delete(self._key(client, block_hash))
 
     def wipe(self, store: str) -> None:
         """kill -9 and a new, empty server in its place."""
-        self._servers[store].kill()
-        self._servers[store].start()
+        self.servers[store].kill()
+        self.servers[store].start()
 
     @contextlib.contextmanager
     def full_medium(self) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
-        server = self._servers["full"] = self._start("full", 100, "--maxmemory-policy", "noeviction")
+        server = self.servers["full"] = self._start("full", 100, "--maxmemory-policy", "noeviction")
 
         def make_room() -> None:
             with server.client() as client:
@@ -76,9 +76,9 @@ class RedisHarness(ConnectorHarness):
 
     def close(self) -> None:
         super().close()
-        for server in self._servers.values():
+        for server in self.servers.values():
             server.end()
-        self._servers.clear()
+        self.servers.clear()
 
     def _start(self, store: str, num_blocks: int, *flags: str) -> RedisProcess:
         server = RedisProcess(self.directory / store, *flags)
@@ -100,7 +100,7 @@ class RedisHarness(ConnectorHarness):
         return bytes(key)
 
     def _change(self, store: str, block_hash: bytes, change: Callable[[bytes], bytes]) -> None:
-        with self._servers[store].client() as client:
+        with self.servers[store].client() as client:
             key = self._key(client, block_hash)
             client.set(key, change(client.get(key)), keepttl=True)
 

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from core.config import Config, EngineOptions, NodeOptions
+from core.kv.hashing import Namespace, extend_block_hashes
 from core.kv.pool_memory import KVPoolMemory
 from core.node import NodeServer
 from core.sampling_params import SamplingParams
@@ -145,6 +146,21 @@ def test_node_abort_ends_request_and_audit_is_empty(node: NodeUnderTest) -> None
     node.send(messages.Abort(("a", "unknown")))
     reply = node.audit()
     assert (reply.problems, reply.counts["requests"], reply.counts["request_references"]) == ((), 0, 0)
+
+
+def test_node_audit_counts_the_leading_blocks_of_a_prompt_that_it_has(node: NodeUnderTest) -> None:
+    model = node.register().model
+    prompt = list(range(1, 3 * model.block_size + 2))
+    names: list[bytes] = []
+    root = Namespace(model.model_fingerprint, model.layout_fingerprint, model.block_size).root_hash("salt")
+    extend_block_hashes(names, [*prompt, *range(100, 100 + model.block_size)], model.block_size, root)
+    assert messages.LEADING_BLOCKS not in node.audit().counts
+    node.send(msgspec.structs.replace(_generate("a", max_tokens=1), prompt_token_ids=prompt, cache_salt="salt"))
+    node.wait_for_tokens("a", 1)
+    node.send(messages.AuditRequest(8, tuple(names)))
+    assert node.wait_for(messages.AuditReply).counts[messages.LEADING_BLOCKS] == 3
+    node.send(messages.AuditRequest(9, tuple(names[1:2])))  # whatever it begins with
+    assert node.wait_for(messages.AuditReply).counts[messages.LEADING_BLOCKS] == 1
 
 
 def test_node_bad_request_is_refused_with_the_reason(node: NodeUnderTest) -> None:

@@ -181,6 +181,8 @@ class FakeNode:
                     self._running.pop(request_id, None)
             case AuditRequest():
                 counts = {"requests": len(self._running)}
+                if message.block_hashes:
+                    counts["leading_blocks"] = len(message.block_hashes) - 1
                 self._send(socket, AuditReply(audit_id=message.audit_id, node_id=self.node_id, counts=counts, problems=()))
 
     def _step(self, socket: zmq.Socket) -> None:  # type: ignore[type-arg]

@@ -72,3 +72,17 @@ def test_requests_lists_what_is_in_flight_under_the_clients_names(cluster: Runni
         cluster.fail_all()
         assert answer.result().status_code == 503
     assert httpx.get(f"{cluster.url}/requests").json() == {"requests": []}
+
+
+def test_cached_asks_every_node_for_its_leading_blocks(cluster: RunningRouter) -> None:
+    answer = httpx.post(f"{cluster.url}/cached", json={"block_hashes": ["00" * 16, "ab" * 16]})
+    assert answer.status_code == 200
+    assert answer.json() == {"num_leading_blocks": {"decode-1": 1, "prefill-0": 1}, "missing": []}
+    for wrong in ([], ["00"], ["00" * 16 + "\n"], ["zz" * 16], "00" * 16):
+        assert httpx.post(f"{cluster.url}/cached", json={"block_hashes": wrong}).status_code == 400
+
+
+def test_nodes_show_the_namespace_of_their_blocks(cluster: RunningRouter) -> None:
+    for node in httpx.get(f"{cluster.url}/nodes").json()["nodes"]:
+        assert len(bytes.fromhex(node["model_fingerprint"])) == len(bytes.fromhex(node["layout_fingerprint"])) == 16
+        assert node["block_size"] > 0

@@ -1,0 +1,194 @@
+"""What `kvrelay cache` does with blocks: choose, verify, remove, export, import. Prints nothing but progress."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from connectors.block_coding import decoded_in_full
+from connectors.block_stream import BlockStreamError, BlockStreamWriter, read_block_stream
+from connectors.byte_sizes import readable_bytes
+from connectors.store_browser import (
+    BATCH_BYTES,
+    MAX_BATCH_BLOCKS,
+    BlockEntry,
+    RawBlock,
+    StoreBrowser,
+    WriteOutcome,
+    find_fault,
+)
+from connectors.stored_block import read_block_header
+
+_PROGRESS_INTERVAL_S = 2.0
+_REMOVED_AT_A_TIME = 1024
+_AGES = (("within a minute", 60.0), ("within an hour", 3600.0), ("within a day", 86400.0), ("within a week", 604800.0))
+BAD = "bad"  # what became of a block of an export, beside the WriteOutcomes
+
+
+class Progress:
+    """A line on stderr every other second of a long command."""
+
+    def __init__(self, verb: str) -> None:
+        self._verb = verb
+        self._next_s = time.monotonic() + _PROGRESS_INTERVAL_S
+        self._num_blocks = self._num_bytes = 0
+
+    def add(self, num_blocks: int, num_bytes: int) -> None:
+        """So much more is done."""
+        self._num_blocks += num_blocks
+        self._num_bytes += num_bytes
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _PROGRESS_INTERVAL_S
+            print(f"{self._verb} {self._num_blocks} blocks, {readable_bytes(self._num_bytes)}", file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True)
+class ReadReport:
+    """What reading blocks found. num_gone: evicted, or stored anew, since they were listed."""
+
+    num_ok: int = 0
+    num_gone: int = 0
+    faults: list[tuple[BlockEntry, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """counts: by what became of the blocks. error: where the export stops being one; all before it counts."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def num_refused(self) -> int:
+        """Blocks that should be in the store and are not."""
+        return sum(self.counts.get(what, 0) for what in (BAD, WriteOutcome.NO_ROOM.value, WriteOutcome.OTHER_SIZE.value))
+
+
+def entries_of(browser: StoreBrowser, layout_prefix: str) -> Iterator[BlockEntry]:
+    """The blocks of layouts whose fingerprint begins with these hexadecimal digits."""
+    return (entry for entry in browser.entries() if entry.layout_fingerprint.hex().startswith(layout_prefix))
+
+
+def summarize(entries: Iterable[BlockEntry], capacity_bytes: int, now_s: float) -> dict[str, Any]:
+    """Counts, sizes and ages, as JSON has them."""
+    layouts: dict[str, dict[str, int]] = {}
+    ages = dict.fromkeys((*(name for name, _ in _AGES), "longer ago", "unknown"), 0)
+    oldest_s: float | None = None
+    for entry in entries:
+        counts = layouts.setdefault(entry.layout_fingerprint.hex(), {"num_blocks": 0, "num_bytes": 0})
+        counts["num_blocks"] += 1
+        counts["num_bytes"] += entry.num_bytes
+        if entry.last_used_s is None:
+            ages["unknown"] += 1
+            continue
+        oldest_s = min(entry.last_used_s, oldest_s or entry.last_used_s)
+        age_s = now_s - entry.last_used_s
+        ages[next((name for name, limit_s in _AGES if age_s < limit_s), "longer ago")] += 1
+    return {
+        "num_blocks": sum(counts["num_blocks"] for counts in layouts.values()),
+        "num_bytes": sum(counts["num_bytes"] for counts in layouts.values()),
+        "capacity_bytes": capacity_bytes,
+        "oldest_use_s": oldest_s,
+        "layouts": layouts,
+        "ages": ages,
+    }
+
+
+def verify_blocks(browser: StoreBrowser, entries: Iterable[BlockEntry], progress: Progress) -> ReadReport:
+    """Read every block and judge it."""
+    report = ReadReport()
+    for _entry, _block in _intact(browser, entries, progress, report):
+        report.num_ok += 1
+    return report
+
+
+def export_blocks(browser: StoreBrowser, entries: Iterable[BlockEntry], file: BinaryIO, progress: Progress) -> ReadReport:
+    """Write intact blocks, least recently used first, so that an import can use them in that order.
+
+    Compressed blocks are written as they are in the pool, which every store can take.
+    """
+    report = ReadReport()
+    writer = BlockStreamWriter(file)
+    for entry, block in _intact(browser, sorted(entries, key=lambda entry: entry.eviction_order), progress, report):
+        plain = decoded_in_full(block.header, block.payload)
+        writer.write(block if plain is None else RawBlock(*plain), entry.last_used_s)
+        report.num_ok += 1
+    writer.finish()
+    return report
+
+
+def _intact(
+    browser: StoreBrowser, entries: Iterable[BlockEntry], progress: Progress, report: ReadReport
+) -> Iterator[tuple[BlockEntry, RawBlock]]:
+    for entry, block in browser.read(entries):
+        progress.add(1, entry.num_bytes)
+        if block is None:
+            report.num_gone += 1
+        elif fault := find_fault(block, entry.layout_fingerprint, entry.block_hash):
+            report.faults.append((entry, fault))
+        else:
+            yield entry, block
+
+
+def import_blocks(browser: StoreBrowser, file: BinaryIO, progress: Progress) -> ImportReport:
+    """Store the intact blocks of an export. Bad ones are counted and left out."""
+    report = ImportReport()
+    batch: list[RawBlock] = []
+
+    def store() -> None:
+        for outcome in browser.write(batch):
+            report.counts[outcome.value] = report.counts.get(outcome.value, 0) + 1
+        batch.clear()
+
+    try:
+        for record in read_block_stream(file):
+            block = record.block
+            progress.add(1, block.num_bytes)
+            header = read_block_header(block.header)
+            if header is None or find_fault(block, header.layout_fingerprint, header.block_hash):
+                report.counts[BAD] = report.counts.get(BAD, 0) + 1
+                continue
+            batch.append(block)
+            if len(batch) >= MAX_BATCH_BLOCKS or sum(each.num_bytes for each in batch) >= BATCH_BYTES:
+                store()
+    except BlockStreamError as error:
+        report.error = str(error)
+    store()
+    return report
+
+
+def choose_to_prune(
+    entries: Sequence[BlockEntry], older_than_s: float | None, max_bytes: int | None, now_s: float
+) -> tuple[list[BlockEntry], int]:
+    """What goes, in the order of eviction, which takes a prefix from its end; and of how many the age is not known.
+
+    All of them where neither limit is given.
+    """
+    ordered = sorted(entries, key=lambda entry: entry.eviction_order)
+    if older_than_s is not None:
+        old = [entry for entry in ordered if entry.last_used_s is not None and entry.last_used_s <= now_s - older_than_s]
+        return old, sum(entry.last_used_s is None for entry in ordered)
+    if max_bytes is None:
+        return ordered, 0
+    num_bytes = sum(entry.num_bytes for entry in ordered)
+    chosen = []
+    for entry in ordered:
+        if num_bytes <= max_bytes:
+            break
+        chosen.append(entry)
+        num_bytes -= entry.num_bytes
+    return chosen, 0
+
+
+def remove_blocks(browser: StoreBrowser, entries: Sequence[BlockEntry], progress: Progress | None = None) -> int:
+    """Take blocks away, in this order; how many went."""
+    num_removed = 0
+    for start in range(0, len(entries), _REMOVED_AT_A_TIME):
+        part = entries[start : start + _REMOVED_AT_A_TIME]
+        num_removed += browser.remove(part)
+        if progress is not None:
+            progress.add(len(part), sum(entry.num_bytes for entry in part))
+    return num_removed
