@@ -145,14 +145,14 @@ class RedisLane:
         """One block; None when a part of it is not there."""
         header = memoryview(bytearray(BLOCK_HEADER_BYTES))
         is_missing, is_as_in_pool = False, True
-        pieces: list[bytes | bytearray] = []
+        pieces: list[bytearray | memoryview] = []
         for number, part in enumerate(self._values.parts):
             # What is not at rest as it is in the pool has another size, and comes as it is.
             views = [*([header] if number == 0 else []), *([payload[part]] if self._coding.is_plain else [])]
             received = stream.receive_value(views, self._max_value_bytes)
             is_missing |= received is None
             is_as_in_pool &= received is True and self._coding.is_plain
-            pieces.append(received if isinstance(received, bytearray) else b"".join(views))
+            pieces += [received] if isinstance(received, bytearray) else views
         if is_missing:
             return None
         if is_as_in_pool:
