@@ -6,6 +6,7 @@ system: pool_members.py is how others come by the descriptors.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -26,6 +27,7 @@ from core.kv.layout import PAGE_BYTES
 _Bytes = npt.NDArray[np.uint8]
 
 _TOUCH_BYTES = 16 * 1024 * 1024  # at a time: some 10 ms of a worker thread
+_MFD_NOEXEC_SEAL = 8  # of Linux' memfd.h; since Linux 6.3, where an administrator may insist on it
 _FILE_LOCK = struct.Struct("hhqqi4x")  # struct flock on 64 bits: type, whence, start, length, process id
 _FIRST_LEASE_BYTE = 2**40  # beyond the index: a lock needs no byte to be there
 
@@ -40,9 +42,9 @@ class PoolDescriptors:
     @classmethod
     def create(cls, pool: str, layout: SlotLayout, num_slots: int) -> PoolDescriptors:
         """A new, empty pool. Memory is taken as slots are touched. Raises OSError."""
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        created = cls(os.memfd_create(f"{pool}-index", flags), os.memfd_create(f"{pool}-segment", flags))
+        created = cls(_new_memfd(f"{pool}-index"), -1)
         try:
+            created.slots = _new_memfd(f"{pool}-segment")
             write_empty_index(created.index, layout.fingerprint, num_slots, slot_bytes(layout), num_ready_slots=num_slots)
             os.ftruncate(created.slots, num_slots * slot_bytes(layout))
             for descriptor in (created.index, created.slots):
@@ -59,10 +61,10 @@ class PoolDescriptors:
 
     def close(self) -> None:
         """Safe to repeat."""
-        if self.index >= 0:
-            os.close(self.index)
-            os.close(self.slots)
-            self.index = self.slots = -1
+        for descriptor in (self.index, self.slots):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.index = self.slots = -1
 
     def retire(self) -> None:
         """Give the pool up, because its index is damaged: all members see that, and join a new one. Raises OSError."""
@@ -163,6 +165,16 @@ class MemoryMedium(SlotMedium):
 
     def close(self) -> None:
         del self._bytes, self._headers, self._payloads  # the mapping ends with the last array on it
+
+
+def _new_memfd(name: str) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create(name, flags)
 
 
 def _reopening_path(descriptor: int) -> Path:

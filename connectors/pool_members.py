@@ -25,7 +25,7 @@ from connectors.file_lock import LOCK_TIMEOUT_S
 logger = logging.getLogger(__name__)
 
 MAX_MEMBERS = 64
-ANSWER_TIMEOUT_S = 1.0
+ANSWER_TIMEOUT_S = 2.0  # a member that lives answers within milliseconds, even where cores are scarce
 _PAUSE_S = 0.002  # between two looks at the join lock
 _CLOSE_TIMEOUT_S = 2.0
 _HAVE, _HAVE_NONE = b"+", b"-"
