@@ -42,6 +42,7 @@ from core.kv.pool_memory import KVPoolMemory
 logger = logging.getLogger(__name__)
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_START_PATIENCE_S = 5.0
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}")
 
 
@@ -127,7 +128,8 @@ class RayConnector(KVConnector):
 
     # -- worker half ---------------------------------------------------------------------------------------------------
     def register_kv_cache(self, pool: KVPoolMemory) -> None:
-        """Begin to connect, and start the threads. A Ray that cannot be reached now is used when it can.
+        """Connect, and start the threads; waits some seconds for a directory that is being made, for the first request's sake.
+        A Ray that cannot be reached now is used when it can.
 
         Raises ConnectorError where the pool's memory cannot be shared."""
         options, layout = self._options, pool.layout
@@ -151,6 +153,7 @@ class RayConnector(KVConnector):
             self._door, starter, self._known, options.lookup_batch_size, self._notify, self._drop_idle_connections
         )
         self._link.start()
+        self._link.wait_first(_START_PATIENCE_S)
         self._workers.start_threads(options.num_threads, "kv-ray")
         logger.info("KV goes to Ray at %s, namespace %s", options.address, options.namespace)
 

@@ -29,9 +29,7 @@ from connectors.ray_server import BorrowedBlocks, DirectoryServer, Peers
 logger = logging.getLogger(__name__)
 
 RAY_NAMESPACE = "kvrelay"
-# Ray copies an array of more than 1 MiB with six threads, which costs more than it gains unless the array is much larger.
-_PIECE_BYTES = 1024 * 1024
-_MIN_SHARED_BYTES = 8 * 1024 * 1024
+_PIECE_BYTES = 1024 * 1024  # larger arrays are copied by six threads each, which on few cores costs more than it gains
 _PREPARED_BYTES = 64 * 1024 * 1024  # ahead of what is used
 _PREPARE_STEP_BYTES = 4 * 1024 * 1024
 _MADV_POPULATE_WRITE = 23
@@ -73,8 +71,8 @@ class RayMedium(ObjectMedium):
         """Raises what Ray raises."""
         pieces: list[Any] = []
         for run in runs:
-            step = len(run) if len(run) >= _MIN_SHARED_BYTES else _PIECE_BYTES
-            pieces += [np.frombuffer(run[start : start + step], dtype=np.uint8) for start in range(0, len(run), step)]
+            starts = range(0, len(run), _PIECE_BYTES)
+            pieces += [np.frombuffer(run[start : start + _PIECE_BYTES], dtype=np.uint8) for start in starts]
         reference = self._ray.put(pieces)
         arrays = self._ray.get(reference, timeout=_PUT_TIMEOUT_S)
         run_sizes = [len(run) for run in runs]

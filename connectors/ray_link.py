@@ -105,6 +105,11 @@ class RayLink:
         if not is_awake:
             self._wake()
 
+    def wait_first(self, timeout_s: float) -> None:
+        """Until there is a directory, or it is known why there is none."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._state is LinkState.UP or bool(self._last_complaint), timeout_s)
+
     # -- worker threads ------------------------------------------------------------------------------------------------
     def wait_up(self) -> bool:
         """Whether there is a directory; tries it now, but waits for a moment only."""
