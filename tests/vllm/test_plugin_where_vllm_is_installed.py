@@ -44,10 +44,15 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 def start(folder: Path, options: dict[str, Any], count: int = 1) -> list[VllmServer]:
     servers = [VllmServer(folder, {"load_timeout_s": 5.0, **options}) for _ in range(count)]
-    return [server.wait_ready() for server in servers]
+    try:
+        return [server.wait_ready() for server in servers]
+    except BaseException:
+        for server in servers:
+            server.kill()
+        raise
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def nvme_server(tmp_path_factory: pytest.TempPathFactory, answers: list[list[int]]) -> Iterator[tuple[VllmServer, Path]]:
     """The second process on a store that a first one, which is gone, has filled."""
     folder = tmp_path_factory.mktemp("nvme")
@@ -63,32 +68,32 @@ def nvme_server(tmp_path_factory: pytest.TempPathFactory, answers: list[list[int
     second.end()
 
 
-def test_nvme_second_process_first_request_is_a_hit_with_the_same_tokens(
-    nvme_server: tuple[VllmServer, Path], answers: list[list[int]]
-) -> None:
-    server, _store = nvme_server
-    assert server.complete(PROMPTS[0], NUM_OUTPUT_TOKENS) == answers[0]
-    assert server.num_external_hit_tokens() == num_hit_tokens(PROMPTS[0])
-    # What the first process generated is shared as well.
-    grown = PROMPTS[1] + answers[1]
-    server.complete(grown, 1)
-    assert server.num_external_hit_tokens() == num_hit_tokens(PROMPTS[0]) + num_hit_tokens(grown)
-    assert server.num_failed_loads() == 0
+class TestNvme:
+    def test_nvme_second_process_first_request_is_a_hit_with_the_same_tokens(
+        self, nvme_server: tuple[VllmServer, Path], answers: list[list[int]]
+    ) -> None:
+        server, _store = nvme_server
+        assert server.complete(PROMPTS[0], NUM_OUTPUT_TOKENS) == answers[0]
+        assert server.num_external_hit_tokens() == num_hit_tokens(PROMPTS[0])
+        # What the first process generated is shared as well.
+        grown = PROMPTS[1] + answers[1]
+        server.complete(grown, 1)
+        assert server.num_external_hit_tokens() == num_hit_tokens(PROMPTS[0]) + num_hit_tokens(grown)
+        assert server.num_failed_loads() == 0
 
-
-def test_nvme_damaged_blocks_are_computed_and_stored_again(
-    nvme_server: tuple[VllmServer, Path], answers: list[list[int]]
-) -> None:
-    server, store = nvme_server
-    damage_all_blocks(store)
-    before = server.num_external_hit_tokens()
-    assert server.complete(PROMPTS[2], NUM_OUTPUT_TOKENS) == answers[2]
-    assert server.num_external_hit_tokens() == before + num_hit_tokens(PROMPTS[2])  # so it was told, and found out
-    assert server.num_failed_loads() == 1
-    server.forget_local_prefixes()
-    assert server.complete(PROMPTS[2], NUM_OUTPUT_TOKENS) == answers[2]
-    assert server.num_external_hit_tokens() == before + 2 * num_hit_tokens(PROMPTS[2])
-    assert server.num_failed_loads() == 1
+    def test_nvme_damaged_blocks_are_computed_and_stored_again(
+        self, nvme_server: tuple[VllmServer, Path], answers: list[list[int]]
+    ) -> None:
+        server, store = nvme_server
+        damage_all_blocks(store)
+        before = server.num_external_hit_tokens()
+        assert server.complete(PROMPTS[2], NUM_OUTPUT_TOKENS) == answers[2]
+        assert server.num_external_hit_tokens() == before + num_hit_tokens(PROMPTS[2])  # so it was told, and found out
+        assert server.num_failed_loads() == 1
+        server.forget_local_prefixes()
+        assert server.complete(PROMPTS[2], NUM_OUTPUT_TOKENS) == answers[2]
+        assert server.num_external_hit_tokens() == before + 2 * num_hit_tokens(PROMPTS[2])
+        assert server.num_failed_loads() == 1
 
 
 def damage_all_blocks(store: Path) -> None:
