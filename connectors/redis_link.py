@@ -30,6 +30,7 @@ _STATUS_INTERVAL_S = 1.0
 _FIRST_RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
 _WAIT_UP_S = 0.25  # a connection attempt older than this is one that hangs
+_WAIT_CONNECTING_S = 1.0  # the same for the first attempt, which may be made by a process that is busy starting
 _MAX_QUESTIONS = 4096
 _QUESTIONS_PER_ROUND = 8
 _HARMFUL_POLICIES = {
@@ -118,7 +119,7 @@ class RedisLink:
             if self._state is not LinkState.UP and not self._is_closing:
                 self._is_kicked = True
                 self._condition.notify_all()
-                self._condition.wait_for(self._is_decided, _WAIT_UP_S)
+                self._condition.wait_for(self._is_decided, self._wait_up_s)
             return self._state is LinkState.UP
 
     def _is_decided(self) -> bool:
@@ -127,7 +128,11 @@ class RedisLink:
         started_s = self._attempt_started_s
         if started_s is None:  # between two attempts; the kick is still to be seen, or has failed
             return not self._is_kicked
-        return time.monotonic() - started_s > _WAIT_UP_S
+        return time.monotonic() - started_s > self._wait_up_s
+
+    @property
+    def _wait_up_s(self) -> float:
+        return _WAIT_CONNECTING_S if self._state is LinkState.CONNECTING else _WAIT_UP_S
 
     def note_status(self, replies: Sequence[Reply | RespError]) -> None:
         """Take the replies of STATUS_COMMANDS, from any connection. An epoch ends when blocks have gone since the last."""

@@ -72,9 +72,12 @@ def check_block(
     layout_fingerprint: bytes,
     block_hash: bytes,
     version: int = PLAIN_VERSION,
+    *,
+    payload_checksum: int | None = None,
 ) -> BlockCheck:
     """Whether header and payload are what was stored under block_hash. Both must be the reader's own copy, because a store
-    may recycle the place at any moment; a header of the wrong length is CORRUPT."""
+    may recycle the place at any moment; a header of the wrong length is CORRUPT. payload_checksum: the payload's xxh3_64, if the
+    reader has computed it while the bytes came."""
     if header == _NEVER_WRITTEN:
         return BlockCheck.MISS
     fields = _unpack(header)
@@ -83,7 +86,9 @@ def check_block(
     stored_version, stored_fingerprint, stored_hash, payload_bytes, checksum = fields
     if stored_fingerprint != layout_fingerprint or stored_hash != block_hash or stored_version != version:
         return BlockCheck.MISS
-    if payload_bytes != len(payload) or checksum != xxhash.xxh3_64_intdigest(payload):
+    if payload_checksum is None:
+        payload_checksum = xxhash.xxh3_64_intdigest(payload)
+    if payload_bytes != len(payload) or checksum != payload_checksum:
         return BlockCheck.CORRUPT
     return BlockCheck.OK
 

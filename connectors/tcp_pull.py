@@ -113,9 +113,8 @@ class Pull:
                 piece = payload[start : start + _PIECE_BYTES]
                 stream.fill([piece] if start else [header, piece])
                 checksum.update(piece)
-            checks[position] = check_block(
-                bytes(header), payload, self._fingerprint, self._block_hashes[position], checksum.intdigest()
-            )
+            name = self._block_hashes[position]
+            checks[position] = check_block(bytes(header), payload, self._fingerprint, name, payload_checksum=checksum.intdigest())
         for position in unit[count:]:  # it has them no longer, or not all
             checks[position] = None
         if any(checks[position] is not BlockCheck.OK for position in unit):

@@ -5,6 +5,7 @@ Not safe for threads: whoever calls holds the tiered connector's lock.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -35,7 +36,7 @@ class Questions:
         self._num_asked[tier.index] = number + 1
         if not number:
             return self._lookup
-        return PrefixLookup(f"{self._lookup.request_id}#{number}", self._lookup.block_hashes, self._lookup.block_size)
+        return dataclasses.replace(self._lookup, request_id=f"{self._lookup.request_id}#{number}")
 
 
 class TierSet:

@@ -285,8 +285,10 @@ class TieredConnector(KVConnector):
         if child is None:
             child = _create_tier(tier.options, self._clock)
         child.on_result = self._wakeup.set
+        child.cluster_secret = self.cluster_secret
         try:
             child.register_kv_cache(self._pool)
+            self.kv_address = self.kv_address or child.kv_address
         except ConfigError as error:
             child.close()
             raise _renamed(error, tier.name) from error

@@ -278,7 +278,7 @@ class TestShmBrowser(SlotBrowserContract):
         store.harness.open_node().save(chain(1, 2))
         assert store.command("export", str(tmp_path / "blocks")) == 0
         assert store.command("import", str(tmp_path / "blocks"), store="unused") == 1
-        assert "nobody uses a store of this layout" in capsys.readouterr().err
+        assert "what is written would go at once" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(EXECUTABLE is None, reason="there is no redis-server")

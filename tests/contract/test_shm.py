@@ -43,6 +43,10 @@ class ShmHarness(SlotFileHarness):
     def _segment(self, store: str) -> Path:
         return pool_files(self._name(store), "segment")[0]
 
+    def damage_index(self, store: str) -> None:
+        with pool_files(self._name(store), "index")[0].open("r+b") as file:
+            file.write(b"\xff" * 5000)
+
 
 class TestShm(ConnectorContract):
     harness_type = ShmHarness

@@ -287,6 +287,23 @@ class TestBadTiers:
         node.clock.offset_s += 2.0
         wait_until(lambda: node.stats().tiers[0].is_reachable)  # a child of kind none, in its place
 
+    def test_tier_among_nodes_learns_the_secret_and_each_question_s_sources_and_its_address_is_told(
+        self, opened: list[Tiers]
+    ) -> None:
+        tiers = Tiers(2)
+        opened.append(tiers)
+        tiers.connector.cluster_secret = b"secret"
+        node = tiers.open()
+        tiers.children[1].put(HASHES[4:])
+        tiers.children[0].put(HASHES[:2])
+        lookup = PrefixLookup("request", HASHES, LAYOUT.block_size, ("10.0.0.2:8100",))
+        wait_until(lambda: node.connector.get_num_new_matched_tokens(lookup, 0) == 2 * LAYOUT.block_size)
+        wait_until(lambda: node.connector.get_num_new_matched_tokens(lookup, 4 * LAYOUT.block_size) == 4 * LAYOUT.block_size)
+        for child in tiers.children:
+            assert child.cluster_secret == b"secret"
+            assert set(child.sources.values()) == {("10.0.0.2:8100",)}
+        assert tiers.connector.kv_address == tiers.children[0].kv_address == "memory:1"
+
     def test_no_tier_that_can_be_opened_ends_the_start(self) -> None:
         tiers = Tiers(2)
         for child in tiers.children:
