@@ -40,7 +40,7 @@ def open_browser(name: str, options: Mapping[str, Any]) -> StoreBrowser:
     open_one = getattr(sys.modules[_find_factory(name).__module__], "open_browser", None)
     if open_one is None:
         raise ConfigError(
-            "connector.name", name, "a connector whose store can be looked into: nvme, redis, shm, or one of your own"
+            "connector.name", name, "a connector whose store can be looked into: nvme, redis, shm, tiered, or one of your own"
         )
     browser: StoreBrowser = open_one(options)
     return browser

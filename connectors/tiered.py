@@ -20,6 +20,7 @@ from connectors.tier import Tier
 from connectors.tier_mover import TierMover
 from connectors.tier_options import TieredOptions, TierOptions, parse_tiered_options
 from connectors.tier_set import TierSet
+from connectors.tiered_browser import open_browser as open_browser  # what the registry looks for
 from connectors.tiered_load import TieredLoads
 from connectors.tiered_lookup import TieredLookups
 from connectors.tiered_save import TieredSaves

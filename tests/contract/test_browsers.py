@@ -18,6 +18,7 @@ from connectors.contract.harness import ConnectorHarness
 from connectors.contract.node import LAYOUT, PAGES_LAYOUT, chain, wait_until
 from connectors.registry import open_browser
 from connectors.store_browser import BlockEntry, StoreBrowser
+from core.errors import ConnectorError
 from core.kv.connector import TransferOutcome
 from core.kv.layout import KVLayout
 from deploy.cache_blocks import Progress, choose_to_prune, export_blocks, import_blocks, remove_blocks, summarize, verify_blocks
@@ -25,6 +26,7 @@ from deploy.cli import main
 from tests.contract.test_nvme import NvmeHarness
 from tests.contract.test_redis import RedisHarness
 from tests.contract.test_shm import ShmHarness
+from tests.contract.test_tiered import ShmOverNvmeHarness
 from tests.support.redis_server import EXECUTABLE
 
 QUIET = Progress("did")
@@ -279,6 +281,47 @@ class TestShmBrowser(SlotBrowserContract):
         assert store.command("export", str(tmp_path / "blocks")) == 0
         assert store.command("import", str(tmp_path / "blocks"), store="unused") == 1
         assert "what is written would go at once" in capsys.readouterr().err
+
+
+class TestTieredBrowser:
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        harness = ShmOverNvmeHarness(tmp_path)
+        store = Store(harness)
+        yield store
+        harness.close_nodes()
+        for browser in store.browsers:
+            browser.close()
+        leftovers = harness.leftovers()
+        harness.close()
+        assert leftovers == []
+
+    def test_blocks_are_listed_per_tier_verified_and_removed_there(self, store: Store) -> None:
+        node, hashes = store.harness.open_node(), chain(1, 4)
+        node.save(hashes)
+        browser = store.browse()
+        entries = sorted(browser.entries(), key=lambda entry: (entry.place.partition(":")[0], entry.block_hash))
+        assert [entry.place.partition(":")[0] for entry in entries] == ["nvme"] * 4 + ["shm"] * 4
+        assert browser.find(LAYOUT.fingerprint, [*hashes, chain(2, 1)[0]]) == [True] * 4 + [False]
+        store.harness.flip_bit("store", hashes[1], "payload")
+        report = verify_blocks(browser, entries, QUIET)
+        assert (report.num_ok, len(report.faults)) == (6, 2)
+        assert browser.remove([entry for entry in entries if entry.block_hash == hashes[1]]) == 2
+        assert browser.find(LAYOUT.fingerprint, hashes) == [True, False, True, True]
+        assert node.load(hashes).num_blocks_ok == 1
+
+    def test_import_goes_to_the_slowest_tier_and_a_tier_that_cannot_be_looked_into_is_a_problem(self, store: Store) -> None:
+        store.harness.open_node().save(chain(1, 3))
+        browser, file = store.browse(), io.BytesIO()
+        export_blocks(browser, browser.entries(), file, QUIET)
+        other = open_browser("tiered", {**store.harness.options("other", 64), "tiers": "tcp,shm,nvme"})
+        store.browsers.append(other)
+        assert "tier tcp" in other.problems[0]
+        assert import_blocks(other, io.BytesIO(file.getvalue()), QUIET).num_refused == 0
+        assert {entry.place.partition(":")[0] for entry in other.entries()} == {"nvme"}
+        assert names(list(other.entries())) == set(chain(1, 3))
+        with pytest.raises(ConnectorError, match="none of the tiers"):
+            open_browser("tiered", {"tiers": "tcp"})
 
 
 @pytest.mark.skipif(EXECUTABLE is None, reason="there is no redis-server")
