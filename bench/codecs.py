@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from connectors.block_cipher import BlockCipher
-from connectors.block_coding import BlockCoding
-from connectors.codec import Codec
-from connectors.codec_quantized import Fp8Codec, Int8Codec
-from connectors.codec_zstd import ZstdCodec
+from connectors.coding.block_cipher import BlockCipher
+from connectors.coding.block_coding import BlockCoding
+from connectors.coding.codec import Codec
+from connectors.coding.quantized import Fp8Codec, Int8Codec
+from connectors.coding.zstd import ZstdCodec
 from connectors.stored_block import BlockCheck
 from core.config import ModelOptions
 from core.kv.layout import KVLayout

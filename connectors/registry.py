@@ -1,4 +1,4 @@
-"""Connectors by name. A built-in is a module of this package with create_connector(options, clock); its name stands below.
+"""Connectors by name. A connector is a module with create_connector(options, clock); the built-in ones stand below.
 
 Others register the same function under the entry-point group `kvrelay.connectors`. Nothing is imported before it is asked for,
 so that one connector's client library is not another one's need.
@@ -18,7 +18,17 @@ from core.errors import ConfigError
 from core.kv.connector import KVConnector
 
 ENTRY_POINT_GROUP = "kvrelay.connectors"
-BUILT_IN_CONNECTORS = ("lmcache", "none", "nvme", "ray", "redis", "shm", "tcp", "tiered")
+_MODULE_BY_NAME = {
+    "lmcache": "connectors.lmcache.connector",
+    "none": "connectors.none",
+    "nvme": "connectors.slots.nvme",
+    "ray": "connectors.ray.connector",
+    "redis": "connectors.redis.connector",
+    "shm": "connectors.slots.shm",
+    "tcp": "connectors.tcp.connector",
+    "tiered": "connectors.tiered.connector",
+}
+BUILT_IN_CONNECTORS = tuple(_MODULE_BY_NAME)
 
 ConnectorFactory = Callable[[Mapping[str, Any], Clock], KVConnector]
 
@@ -55,7 +65,7 @@ def _find_factory(name: str) -> ConnectorFactory:
     third_party = _third_party()
     try:
         if name in BUILT_IN_CONNECTORS:
-            factory: ConnectorFactory = importlib.import_module(f"connectors.{name}").create_connector
+            factory: ConnectorFactory = importlib.import_module(_MODULE_BY_NAME[name]).create_connector
         elif name in third_party:
             factory = third_party[name].load()
         else:

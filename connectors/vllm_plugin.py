@@ -28,11 +28,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from connectors.external_prefixes import ExternalPrefixes, ScheduledRequest, StepMoves
-from connectors.foreign_keys import AdapterFingerprints, RankLayout
 from connectors.registry import create_connector
-from connectors.staged_transfers import StagedTransfers, Verdict
-from connectors.vllm_options import OPTIONS, fingerprint_model, read_options
+from connectors.vllm.external_prefixes import ExternalPrefixes, ScheduledRequest, StepMoves
+from connectors.vllm.foreign_keys import AdapterFingerprints, RankLayout
+from connectors.vllm.options import OPTIONS, fingerprint_model, read_options
+from connectors.vllm.staged_transfers import StagedTransfers, Verdict
 from core.clock import MonotonicClock
 from core.errors import ConfigError
 from core.kv.layout import KVLayout

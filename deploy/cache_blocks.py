@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from connectors.block_coding import decoded_in_full
 from connectors.block_stream import BlockStreamError, BlockStreamWriter, read_block_stream
 from connectors.byte_sizes import readable_bytes
+from connectors.coding.block_coding import decoded_in_full
 from connectors.store_browser import (
     BATCH_BYTES,
     MAX_BATCH_BLOCKS,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from connectors.block_coding import fingerprints_at_rest
+from connectors.coding.block_coding import fingerprints_at_rest
 from connectors.registry import open_browser
 from connectors.store_browser import StoreBrowser
 from core.config import DTYPES, Config, OneLineParser, add_config_flags, load_config

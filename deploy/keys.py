@@ -1,6 +1,7 @@
 """`kvrelay keys`: makes a cluster's CURVE keys, its clients' API keys, and keys for stored blocks.
 
-What the files hold is decided where they are read: in core/wire/curve.py, router/api_key_file.py and connectors/block_cipher.py.
+What the files hold is decided where they are read: in core/wire/curve.py, router/api_key_file.py and
+connectors/coding/block_cipher.py.
 """
 
 from __future__ import annotations

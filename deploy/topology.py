@@ -13,7 +13,7 @@ import socket
 import sys
 from pathlib import Path
 
-from connectors.tier_options import parse_tiered_options
+from connectors.tiered.options import parse_tiered_options
 from core.config import Config, user_cache_dir
 from core.errors import ConfigError
 from deploy.child_process import ChildSpec

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from bench.media.medium import BYTES_PER_ROUND, Medium
-from connectors.lmcache import LMCacheConnector
-from connectors.lmcache_objects import LMCacheObjects, api
-from connectors.object_directory import MAX_BLOCKS_PER_OBJECT
+from connectors.lmcache.connector import LMCacheConnector
+from connectors.lmcache.object_directory import MAX_BLOCKS_PER_OBJECT
+from connectors.lmcache.objects import LMCacheObjects, api
 from core.kv.connector import KVConnector, TransferDirection
 from core.kv.layout import KVLayout
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.media.medium import Medium
-from connectors.index_file import IndexFile, create_index_file, index_bytes
-from connectors.nvme import NvmeConnector
-from connectors.slot_index import SlotIndex, take_lease_number
-from connectors.slot_store import slot_bytes
+from connectors.slots.index import SlotIndex, take_lease_number
+from connectors.slots.index_file import IndexFile, create_index_file, index_bytes
+from connectors.slots.nvme import NvmeConnector
+from connectors.slots.store import slot_bytes
 from core.kv.connector import KVConnector, TransferDirection
 
 _STORE_BYTES = 1024**3

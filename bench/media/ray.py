@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bench.media.medium import BYTES_PER_ROUND, Medium
-from connectors.ray import RayConnector
+from connectors.ray.connector import RayConnector
 from core.kv.connector import KVConnector, TransferDirection
 from tests.support.ray_node import MIB, RayNode
 

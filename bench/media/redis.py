@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.media.medium import BYTES_PER_ROUND, HOST, Medium
-from connectors.redis import RedisConnector
+from connectors.redis.connector import RedisConnector
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.kv.connector import KVConnector, TransferDirection
 from deploy.topology import find_free_ports

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.media.medium import BYTES_PER_ROUND, Medium
-from connectors.shm import ShmConnector
+from connectors.slots.shm import ShmConnector
 from core.kv.connector import KVConnector, TransferDirection
 from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from bench.media.medium import BYTES_PER_ROUND, HOST, Medium
-from connectors.block_memory import slot_bytes
 from connectors.registry import create_connector
 from connectors.stored_block import BLOCK_HEADER_BYTES
-from connectors.tcp import TcpConnector
+from connectors.tcp.block_memory import slot_bytes
+from connectors.tcp.connector import TcpConnector
 from core.clock import MonotonicClock
 from core.kv.connector import KVConnector, Transfer, TransferDirection
 from core.kv.layout import KVLayout

@@ -17,9 +17,9 @@ LEGITIMATE = {
     "router/http_generation.py": 2,  # `created` of answers
     "router/http_api.py": 1,  # `created` of the model card
     "router/chat_template.py": 1,  # strftime_now, which chat templates ask for
-    "connectors/redis_link.py": 1,  # the first guess of the server's clock, until it has told
-    "connectors/redis_browser.py": 2,  # what a server says of expiry is the time of day
-    "connectors/use_times.py": 2,  # when a block was last used, for people; eviction does not ask
+    "connectors/redis/link.py": 1,  # the first guess of the server's clock, until it has told
+    "connectors/redis/browser.py": 2,  # what a server says of expiry is the time of day
+    "connectors/slots/use_times.py": 2,  # when a block was last used, for people; eviction does not ask
     "deploy/cache_command.py": 3,  # the ages of blocks, which are shown, and what `prune --older-than` goes by
 }
 

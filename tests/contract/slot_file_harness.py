@@ -8,7 +8,7 @@ from pathlib import Path
 
 from connectors.contract.harness import ConnectorHarness
 from connectors.contract.node import LAYOUT
-from connectors.slot_store import HEADER_PAGE_BYTES, slot_bytes
+from connectors.slots.store import HEADER_PAGE_BYTES, slot_bytes
 from connectors.stored_block import BLOCK_HEADER_BYTES
 
 _SLOT_BYTES = slot_bytes(LAYOUT)

@@ -14,8 +14,8 @@ from connectors.contract.node import LAYOUT, Node, SteppedClock, content_of
 from connectors.contract.peer import Peer
 from connectors.registry import create_connector
 from connectors.stored_block import pack_block_header
-from connectors.tcp import TcpConnector
-from connectors.tcp_frames import (
+from connectors.tcp.connector import TcpConnector
+from connectors.tcp.frames import (
     CHALLENGE_BYTES,
     HEAD_BYTES,
     HELLO_BYTES,
@@ -32,7 +32,7 @@ from connectors.tcp_frames import (
     parse_head,
     split_items,
 )
-from connectors.tcp_stream import BlockStream
+from connectors.tcp.stream import BlockStream
 from core.kv.connector import PrefixLookup
 from core.kv.layout import KVLayout
 from deploy.topology import find_free_ports

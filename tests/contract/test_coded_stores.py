@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import redis
 
-from connectors.block_cipher import BlockCipher
-from connectors.block_coding import BlockCoding
+from connectors.coding.block_cipher import BlockCipher
+from connectors.coding.block_coding import BlockCoding
 from connectors.contract.contract import ConnectorContract
 from connectors.contract.node import LAYOUT, REAL_LAYOUT, Node, SteppedClock, chain
 from connectors.registry import create_connector, open_browser
-from connectors.slot_store import slot_bytes
+from connectors.slots.store import slot_bytes
 from core.errors import ConfigError
 from core.kv.connector import TransferDirection, TransferOutcome
 from core.kv.layout import KVLayout

@@ -16,7 +16,7 @@ import pytest
 from connectors.contract.contract import ConnectorContract
 from connectors.contract.harness import ConnectorHarness
 from connectors.contract.node import LAYOUT, chain
-from connectors.object_directory import StoredObject
+from connectors.lmcache.object_directory import StoredObject
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.errors import ConfigError
 from tests.architecture.source_tree import ROOT
@@ -149,7 +149,7 @@ def test_option_outside_what_is_allowed_is_refused(memory_harness: MemoryHarness
 def test_lmcache_changes_nothing_of_its_process_and_reports_to_nobody(tmp_path: Path) -> None:
     code = (
         "import multiprocessing, os, sys\n"
-        "from connectors.lmcache import create_connector\n"
+        "from connectors.lmcache.connector import create_connector\n"
         "from core.clock import MonotonicClock\n"
         "from core.kv.pool_memory import KVPoolMemory\n"
         "from connectors.contract.node import LAYOUT\n"

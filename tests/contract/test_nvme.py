@@ -9,7 +9,7 @@ from typing import Any
 
 from connectors.contract.contract import ConnectorContract
 from connectors.contract.node import LAYOUT
-from connectors.slot_store import slot_bytes
+from connectors.slots.store import slot_bytes
 from tests.contract.slot_file_harness import SlotFileHarness
 from tests.contract.small_disk import mounted_tmpfs
 

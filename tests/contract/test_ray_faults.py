@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-import connectors.ray_lane
+import connectors.ray.lane
 from connectors.contract.commanded_process import CommandedProcess
 from connectors.contract.contract import open_descriptors
 from connectors.contract.node import LAYOUT, REAL_LAYOUT, Node, SteppedClock, chain, wait_until
 from connectors.contract.peer import Peer
-from connectors.ray import RayConnector
-from connectors.ray_messages import socket_address
+from connectors.ray.connector import RayConnector
+from connectors.ray.messages import socket_address
 from connectors.registry import create_connector
 from connectors.stored_block import pack_block_header
 from core.kv.connector import PrefixLookup, TransferOutcome
@@ -243,7 +243,7 @@ def test_value_of_another_model_under_our_name_is_never_loaded_and_replaced(
     hashes = chain(1, 6)
     with monkeypatch.context() as patched:
         patched.setattr(
-            connectors.ray_lane,
+            connectors.ray.lane,
             "pack_block_header",
             lambda _, name, payload: pack_block_header(b"another layout..", name, payload),
         )

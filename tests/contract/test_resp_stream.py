@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.resp_stream import RespError, RespStream, pack_command
+from connectors.redis.resp_stream import RespError, RespStream, pack_command
 
 TIMEOUT_S = 0.3
 

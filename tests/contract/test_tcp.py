@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from connectors.block_memory import BlockMemory, slot_bytes
 from connectors.contract.contract import ConnectorContract
 from connectors.contract.harness import ConnectorHarness
 from connectors.contract.node import LAYOUT, Node
 from connectors.contract.peer import Peer
-from connectors.tcp import TcpConnector
+from connectors.tcp.block_memory import BlockMemory, slot_bytes
+from connectors.tcp.connector import TcpConnector
 from deploy.topology import find_free_ports
 
 HOST = "127.0.0.1"

@@ -22,7 +22,7 @@ from connectors.contract.contract import open_descriptors
 from connectors.contract.node import PAGES_LAYOUT, Node, chain, content_of, wait_until
 from connectors.contract.peer import Peer
 from connectors.stored_block import BLOCK_HEADER_BYTES
-from connectors.tcp_frames import (
+from connectors.tcp.frames import (
     CHALLENGE_BYTES,
     HEAD_BYTES,
     MAC_BYTES,
@@ -35,7 +35,7 @@ from connectors.tcp_frames import (
     pack_hello,
     pack_question,
 )
-from connectors.tcp_stream import BlockStream
+from connectors.tcp.stream import BlockStream
 from core.errors import ConfigError
 from core.kv.connector import TransferOutcome
 from deploy.topology import find_free_ports
@@ -184,7 +184,7 @@ def test_source_that_nobody_names_any_more_is_forgotten(bench: TcpBench, monkeyp
     for number, address in enumerate(addresses):
         wait_until(lambda address=address, number=number: ask(node, f"request {number}", chain(1, 4), address) == 0)  # type: ignore[misc]
     assert threading.active_count() == num_threads + len(addresses)
-    monkeypatch.setattr("connectors.tcp._FORGET_AFTER_S", 0.0)
+    monkeypatch.setattr("connectors.tcp.connector._FORGET_AFTER_S", 0.0)
     wait_until(lambda: ask(node, "last", chain(1, 4), peer.connector.kv_address) == 4)
     wait_until(lambda: not any(thread.name == f"kv-tcp-{address}" for thread in threading.enumerate() for address in addresses))
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from connectors.contract.commanded_process import CommandedProcess
 from connectors.contract.node import LAYOUT
-from connectors.slot_store import slot_bytes
+from connectors.slots.store import slot_bytes
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, check_block, pack_block_header
 from tests.fuzz.examples import num_examples
 from tests.support.memory_pools import pool_files

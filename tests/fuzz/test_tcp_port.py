@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.contract.node import Node, chain, wait_until
-from connectors.tcp_frames import (
+from connectors.tcp.frames import (
     HEAD_BYTES,
     ITEM_BYTES,
     MAX_ITEMS,

@@ -69,7 +69,7 @@ class RayNode:
     def make_directory(self) -> None:
         """As a connector would, and wait until it is there; it stays for a while after its last user."""
         options = json.dumps({**self.options, "auth": "disabled", "linger_s": 10.0})
-        command = [sys.executable, "-m", "connectors.ray_directory", options]
+        command = [sys.executable, "-m", "connectors.ray.directory", options]
         with subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE) as process:
             assert process.wait(_START_TIMEOUT_S) == 0, "no directory could be made"
 

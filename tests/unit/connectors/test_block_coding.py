@@ -12,12 +12,12 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.block_cipher import BlockCipher, load_cipher
-from connectors.block_coding import BlockCoding, CodingOptions, decoded_in_full, fingerprints_at_rest
-from connectors.codec import Codec, RawCodec
-from connectors.codec_quantized import Fp8Codec, Int8Codec
-from connectors.codec_zstd import ZstdCodec
-from connectors.coded_payload import CHECKSUM, PREFIX_BYTES, CodedPrefix, read_prefix
+from connectors.coding.block_cipher import BlockCipher, load_cipher
+from connectors.coding.block_coding import BlockCoding, CodingOptions, decoded_in_full, fingerprints_at_rest
+from connectors.coding.codec import Codec, RawCodec
+from connectors.coding.coded_payload import CHECKSUM, PREFIX_BYTES, CodedPrefix, read_prefix
+from connectors.coding.quantized import Fp8Codec, Int8Codec
+from connectors.coding.zstd import ZstdCodec
 from connectors.stored_block import CODED_VERSION, PLAIN_VERSION, BlockCheck, pack_block_header, read_block_header
 from core.errors import ConfigError
 from core.kv.layout import DTYPE_BYTES, KVLayout

@@ -13,7 +13,7 @@ import pytest
 _PRELUDE = """
     import mmap, os, sys, threading
     import numpy as np
-    from connectors.bus_guard import GuardedMapping
+    from connectors.slots.bus_guard import GuardedMapping
     path = sys.argv[1]
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
     size = 64 * 4096

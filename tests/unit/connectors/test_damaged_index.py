@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 
 from connectors.contract.node import LAYOUT, Node, SteppedClock, chain
-from connectors.index_file import CHECKSUM, LAST_USE, NUM_RECENT_CHANGES, RECORD_BYTES, SEQUENCE, STATE_AND_OWNER, index_bytes
-from connectors.nvme import create_connector
-from connectors.slot_store import HEADER_PAGE_BYTES, slot_bytes
+from connectors.slots.index_file import (
+    CHECKSUM,
+    LAST_USE,
+    NUM_RECENT_CHANGES,
+    RECORD_BYTES,
+    SEQUENCE,
+    STATE_AND_OWNER,
+    index_bytes,
+)
+from connectors.slots.nvme import create_connector
+from connectors.slots.store import HEADER_PAGE_BYTES, slot_bytes
 from core.kv.connector import TransferOutcome
 
 NUM_BLOCKS = 16

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from connectors.contract.node import SteppedClock
-from connectors.eviction_policy import PINNED
-from connectors.index_file import LAST_USE, IndexFile, create_index_file
 from connectors.registry import create_connector
-from connectors.slot_index import SlotIndex, take_lease_number
+from connectors.slots.eviction_policy import PINNED
+from connectors.slots.index import SlotIndex, take_lease_number
+from connectors.slots.index_file import LAST_USE, IndexFile, create_index_file
 from core.errors import ConfigError
 from tests.unit.connectors.test_slot_index import LAYOUT, SLOT_BYTES, save
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from connectors.external_prefixes import ExternalPrefixes, ScheduledRequest, StepMoves
-from connectors.staged_transfers import Verdict
+from connectors.vllm.external_prefixes import ExternalPrefixes, ScheduledRequest, StepMoves
+from connectors.vllm.staged_transfers import Verdict
 from core.kv.hashing import Namespace
 from tests.support.memory_connector import MemoryConnector, MemoryStore
 from tests.support.virtual_clock import VirtualClock

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from connectors.foreign_keys import AdapterFingerprints, RankLayout, fingerprint_of_model, fingerprint_of_name
+from connectors.vllm.foreign_keys import AdapterFingerprints, RankLayout, fingerprint_of_model, fingerprint_of_name
 from core.errors import ConfigError
 from core.kv.layout import KVLayout
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from connectors.available_memory import available_bytes
 from connectors.contract.node import LAYOUT, Node, SteppedClock, chain, wait_until
 from connectors.contract.peer import Peer
-from connectors.memory_pool import MemoryLease, PoolDescriptors, is_memory_lease_alive
-from connectors.pool_members import ANSWER_TIMEOUT_S, MAX_MEMBERS, PoolMember, find_pool, joining
-from connectors.shm import create_connector
+from connectors.slots.available_memory import available_bytes
+from connectors.slots.memory_pool import MemoryLease, PoolDescriptors, is_memory_lease_alive
+from connectors.slots.pool_members import ANSWER_TIMEOUT_S, MAX_MEMBERS, PoolMember, find_pool, joining
+from connectors.slots.shm import create_connector
 from core.kv.connector import TransferOutcome
 from tests.support.memory_pools import give_up_pools, pool_files, pool_holders
 

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from connectors.object_directory import ObjectDirectory, StoredObject
+from connectors.lmcache.object_directory import ObjectDirectory, StoredObject
 
 A, B, C, D = (bytes([letter]) * 16 for letter in b"abcd")
 

@@ -9,9 +9,9 @@ import pytest
 
 from connectors.contract.node import LAYOUT, Node, SteppedClock, chain, wait_until
 from connectors.registry import create_connector
-from connectors.slot_connector import SlotConnector
-from connectors.slot_store import slot_bytes
-from connectors.tiered import TieredConnector
+from connectors.slots.connector import SlotConnector
+from connectors.slots.store import slot_bytes
+from connectors.tiered.connector import TieredConnector
 from core.kv.connector import KVConnector
 
 CAPACITY_BYTES = 48 * (slot_bytes(LAYOUT) + 64) + 72 * 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from connectors.ray_index import StoredObject, StoreIndex
+from connectors.ray.index import StoredObject, StoreIndex
 from connectors.stored_block import BLOCK_HEADER_BYTES
 
 BLOCK_BYTES = 1000

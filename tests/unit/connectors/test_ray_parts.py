@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connectors import ray_messages
-from connectors.ray import RayOptions
+from connectors.ray.connector import RayOptions
 from connectors.registry import create_connector
 from core.errors import ConfigError, ConnectorError
 from tests.support.virtual_clock import VirtualClock

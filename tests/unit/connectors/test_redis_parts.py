@@ -6,8 +6,8 @@ import pytest
 
 from connectors.contract.node import LAYOUT, SteppedClock, chain
 from connectors.known_blocks import KnownBlocks
-from connectors.prefix_expiry import PrefixExpiry
-from connectors.redis_values import BlockValues, size_class, split_payload
+from connectors.redis.prefix_expiry import PrefixExpiry
+from connectors.redis.values import BlockValues, size_class, split_payload
 from connectors.registry import create_connector
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.errors import ConfigError

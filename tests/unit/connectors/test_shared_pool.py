@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from connectors.shared_pool import open_shared
+from connectors.ray.shared_pool import open_shared
 from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
 

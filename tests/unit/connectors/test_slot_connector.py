@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from connectors.contract.node import Node, SteppedClock, chain, wait_until
-from connectors.nvme import create_connector
-from connectors.slot_connector import SlotConnector
-from connectors.slot_store import SlotMedium, SlotStore
+from connectors.slots.connector import SlotConnector
+from connectors.slots.nvme import create_connector
+from connectors.slots.store import SlotMedium, SlotStore
 from core.kv.connector import KVConnector, TransferOutcome
 from core.kv.layout import KVLayout
 

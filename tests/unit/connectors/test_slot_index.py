@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from connectors.index_file import (
+from connectors.slots.index import SlotIndex, take_lease_number
+from connectors.slots.index_file import (
     CHECKSUM,
     HASH_LOW,
     NUM_RECENT_CHANGES,
@@ -23,9 +24,8 @@ from connectors.index_file import (
     record_checksums,
     resize_index_file,
 )
-from connectors.index_mirror import sequences_of
-from connectors.slot_index import SlotIndex, take_lease_number
-from connectors.slot_runs import in_few_runs
+from connectors.slots.index_mirror import sequences_of
+from connectors.slots.runs import in_few_runs
 from core.errors import ConnectorError
 
 LAYOUT = bytes(range(16))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from connectors.contract.node import LAYOUT, SteppedClock, chain, content_of, wait_until
-from connectors.staged_transfers import BlockMove, StagedTransfers, Verdict
+from connectors.vllm.staged_transfers import BlockMove, StagedTransfers, Verdict
 from core.kv.connector import TransferOutcome
 from core.kv.pool_memory import KVPoolMemory
 from tests.support.memory_connector import MemoryConnector, MemoryStore

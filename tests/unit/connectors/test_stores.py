@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from connectors.contract.node import LAYOUT, PAGES_LAYOUT, Node, SteppedClock, block_hashes, chain, wait_until
-from connectors.index_file import SEQUENCE, index_bytes
-from connectors.nvme import NvmeConnector
 from connectors.registry import create_connector
-from connectors.slot_store import HEADER_PAGE_BYTES, slot_bytes
+from connectors.slots.index_file import SEQUENCE, index_bytes
+from connectors.slots.nvme import NvmeConnector
+from connectors.slots.store import HEADER_PAGE_BYTES, slot_bytes
 from core.errors import ConfigError, ConnectorError
 from core.kv.connector import TransferOutcome
 from tests.support.memory_pools import pool_files
@@ -132,8 +132,8 @@ def test_nvme_stores_of_two_versions_in_use_live_side_by_side(open_node: Opener,
     old = open_node("nvme", capacity_bytes=MIB)
     old.save(chain(1, 8))
     with monkeypatch.context() as patch:
-        patch.setattr("connectors.nvme.FORMAT_VERSION", 99)
-        patch.setattr("connectors.index_file._MAGIC_AND_VERSION", 99)
+        patch.setattr("connectors.slots.nvme.FORMAT_VERSION", 99)
+        patch.setattr("connectors.slots.index_file._MAGIC_AND_VERSION", 99)
         new = open_node("nvme", capacity_bytes=MIB)
         assert new.lookup(chain(1, 8)) == 0
         new.save(chain(2, 8))

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from connectors.block_memory import BlockMemory, slot_bytes
 from connectors.contract.node import LAYOUT, PAGES_LAYOUT, SteppedClock, chain, content_of
 from connectors.registry import create_connector
 from connectors.stored_block import BlockCheck
-from connectors.tcp_frames import (
+from connectors.tcp.block_memory import BlockMemory, slot_bytes
+from connectors.tcp.frames import (
     HEAD_BYTES,
     MAC_BYTES,
     EndPoint,
@@ -29,8 +29,8 @@ from connectors.tcp_frames import (
     pack_proof,
     parse_head,
 )
-from connectors.tcp_leases import Leases
-from connectors.tcp_options import advertised_address, read_secret, tcp_options
+from connectors.tcp.leases import Leases
+from connectors.tcp.options import advertised_address, read_secret, tcp_options
 from core.errors import ConfigError
 from core.kv.pool_memory import KVPoolMemory
 

@@ -10,8 +10,8 @@ import pytest
 
 from connectors.contract.node import LAYOUT, Node, SteppedClock, chain, wait_until
 from connectors.registry import create_connector
-from connectors.slot_store import slot_bytes
-from connectors.tiered import TieredConnector
+from connectors.slots.store import slot_bytes
+from connectors.tiered.connector import TieredConnector
 from core.errors import ConfigError
 from core.kv.connector import TransferOutcome
 

@@ -9,9 +9,9 @@ import pytest
 
 from connectors.contract.node import LAYOUT, Node, SteppedClock, chain, content_of, wait_until
 from connectors.registry import create_connector
-from connectors.seen_blocks import SeenBlocks
-from connectors.tier_options import parse_tiered_options
-from connectors.tiered import TieredConnector
+from connectors.tiered.connector import TieredConnector
+from connectors.tiered.options import parse_tiered_options
+from connectors.tiered.seen_blocks import SeenBlocks
 from core.errors import ConfigError, ConnectorError
 from core.kv.connector import PrefixLookup, TransferOutcome
 from core.kv.pool_memory import KVPoolMemory

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 from connectors.contract.node import NUM_POOL_BLOCKS, Node, SteppedClock, chain, content_of, wait_until
-from connectors.tier_options import parse_tiered_options
-from connectors.tiered import TieredConnector
+from connectors.tiered.connector import TieredConnector
+from connectors.tiered.options import parse_tiered_options
 from core.kv.connector import Transfer, TransferDirection, TransferOutcome, TransferResult
 from tests.support.memory_connector import MemoryConnector
 

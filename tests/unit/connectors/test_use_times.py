@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from connectors.index_file import USE_TIMES, IndexFile, create_index_file
-from connectors.use_times import UseTimes
+from connectors.slots.index_file import USE_TIMES, IndexFile, create_index_file
+from connectors.slots.use_times import UseTimes
 
 START_S = 1_900_000_000.0
 
@@ -27,7 +27,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("connectors.use_times.time", clock)
+    monkeypatch.setattr("connectors.slots.use_times.time", clock)
     return clock
 
 

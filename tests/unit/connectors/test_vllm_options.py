@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from connectors.vllm_options import fingerprint_model, read_options
+from connectors.vllm.options import fingerprint_model, read_options
 from core.errors import ConfigError
 
 

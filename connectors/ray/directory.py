@@ -1,0 +1,323 @@
+"""All that touches Ray: the directory as an actor, one per Ray node and user, and the program that makes it.
+
+The actor puts objects and so owns them: they outlive the engines that wrote them, and end with the actor. An engine does not
+load Ray; it starts `python -m connectors.ray.directory OPTIONS` when no directory listens, and then talks to the directory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import mmap
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from connectors.ray.messages import VERSION, socket_address
+from connectors.ray.put_queue import ObjectMedium
+from connectors.ray.server import BorrowedBlocks, DirectoryServer, Peers
+
+logger = logging.getLogger(__name__)
+
+RAY_NAMESPACE = "kvrelay"
+_PIECE_BYTES = 1024 * 1024  # larger arrays are copied by six threads each, which on few cores costs more than it gains
+_PREPARED_BYTES = 64 * 1024 * 1024  # ahead of what is used
+_PREPARE_STEP_BYTES = 4 * 1024 * 1024
+_MADV_POPULATE_WRITE = 23
+_PUT_TIMEOUT_S = 10.0
+_PEERS_INTERVAL_S = 2.0
+_PROBE_INTERVAL_S = 0.2
+_INIT_TIMEOUT_S = 15.0
+_NUM_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RayHandle:
+    """Keeps an object: the reference, which owns it, and the mapped arrays. How its blocks lie in these."""
+
+    reference: Any
+    arrays: Any
+    run_sizes: list[int]
+    block_bytes: int
+
+
+class RayMedium(ObjectMedium):
+    """The object store of this node. Every object stays mapped while it is held, so that Ray cannot spill it to disk."""
+
+    def __init__(self) -> None:
+        """Raises OSError when the object store's memory cannot be found."""
+        import ray
+
+        self._ray = ray
+        probe = ray.put([np.zeros(1024 * 1024, dtype=np.uint8)])  # too large to be kept anywhere else
+        address = _address_of(ray.get(probe, timeout=_PUT_TIMEOUT_S)[0])
+        self._start, self._end, inode = _mapping_around(address)
+        self.descriptor = _open_store_file(inode)
+        self.num_bytes = os.fstat(self.descriptor).st_size
+        self._num_used_bytes = self._num_prepared_bytes = 0
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def make(self, runs: Sequence[memoryview], block_bytes: int) -> tuple[Any, list[int]] | None:
+        """Raises what Ray raises."""
+        pieces: list[Any] = []
+        for run in runs:
+            starts = range(0, len(run), _PIECE_BYTES)
+            pieces += [np.frombuffer(run[start : start + _PIECE_BYTES], dtype=np.uint8) for start in starts]
+        reference = self._ray.put(pieces)
+        arrays = self._ray.get(reference, timeout=_PUT_TIMEOUT_S)
+        run_sizes = [len(run) for run in runs]
+        offsets = self.offsets_in(arrays, run_sizes, block_bytes)
+        if offsets is None:
+            return None
+        self._num_used_bytes = max(self._num_used_bytes, max(offsets) + block_bytes)
+        self._num_prepared_bytes = max(self._num_prepared_bytes, self._num_used_bytes)  # what lies before may be others'
+        return RayHandle(reference, arrays, run_sizes, block_bytes), offsets
+
+    def offsets_in(self, arrays: Sequence[Any], run_sizes: Sequence[int], block_bytes: int) -> list[int] | None:
+        """Where each block of these runs begins, which the arrays hold in pieces; None: not in the object store's memory
+        (Ray puts what does not fit there into files)."""
+        spans = iter([(_address_of(array), len(array)) for array in arrays])
+        offsets: list[int] = []
+        for run_bytes in run_sizes:
+            begin, num_bytes = next(spans)
+            end = begin + num_bytes
+            while end - begin < run_bytes:
+                address, num_bytes = next(spans)
+                if address != end:
+                    return None
+                end += num_bytes
+            if not self._start <= begin <= end <= self._end:
+                return None
+            offsets += range(begin - self._start, end - self._start, block_bytes)
+        return offsets
+
+    def prepare(self) -> bool:
+        """Touch memory ahead of its first use, which would cost ten times the copy."""
+        target = min(self.num_bytes, self._end - self._start, self._num_used_bytes + _PREPARED_BYTES)
+        num_bytes = min(_PREPARE_STEP_BYTES, target - self._num_prepared_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if num_bytes <= 0:
+            return False
+        if self._libc.madvise(self._start + self._num_prepared_bytes, num_bytes, _MADV_POPULATE_WRITE) != 0:
+            self._num_prepared_bytes = self.num_bytes  # an old kernel, or no memory: this is only to be faster
+            return False
+        self._num_prepared_bytes += num_bytes
+        return True
+
+
+def _address_of(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _mapping_around(address: int) -> tuple[int, int, int]:
+    """Start, end and inode of the shared mapping that holds an address. Raises OSError."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _mode, _offset, _device, inode = line.split()[:5]
+        start, end = (int(part, 16) for part in span.split("-"))
+        if start <= address < end and int(inode):
+            return start, end, int(inode)
+    raise OSError("Ray's object store is not in a file")
+
+
+def _open_store_file(inode: int) -> int:
+    """The object store's memory, for reading. It has no name; the raylet, our parent, has it open. Raises OSError."""
+    for entry in Path(f"/proc/{os.getppid()}/fd").iterdir():
+        try:
+            found = entry.stat()
+        except OSError:
+            continue
+        if found.st_ino == inode and "plasma" in str(entry.readlink()):
+            return os.open(entry, os.O_RDONLY | os.O_CLOEXEC)
+    raise OSError("the raylet does not show Ray's object store")
+
+
+class RayPeers(Peers):
+    """The other nodes' directories, found by their names. What Ray raises or delays is a miss."""
+
+    def __init__(self, own_name: str, medium: RayMedium) -> None:
+        import ray
+
+        self._ray = ray
+        self._own_name = own_name
+        self._medium = medium
+        self._actors: dict[str, Any] = {}
+        threading.Thread(target=self._discover, name="ray-peers", daemon=True).start()
+
+    def find(self, key: str, names: Sequence[bytes], timeout_s: float) -> set[bytes]:
+        found: set[bytes] = set()
+        for flags in self._ask_all(lambda actor: actor.find.remote(key, list(names)), timeout_s):
+            found.update(name for name, flag in zip(names, flags, strict=True) if flag)
+        return found
+
+    def fetch(self, key: str, names: Sequence[bytes], timeout_s: float) -> BorrowedBlocks:
+        borrowed = BorrowedBlocks({}, [])
+        deadline_s = time.monotonic() + timeout_s
+        for references, layouts, places in self._ask_all(lambda actor: actor.share.remote(key, list(names)), timeout_s / 2):
+            try:
+                values = self._ray.get(references, timeout=max(0.001, deadline_s - time.monotonic()))
+            except Exception as error:  # the boundary to Ray
+                logger.warning("blocks of another node were not had: %r", error)
+                continue
+            offsets = [self._medium.offsets_in(value, *layout) for value, layout in zip(values, layouts, strict=True)]
+            borrowed.keeper.append((references, values))
+            for name, (number, position, header) in zip(names, places, strict=True):
+                if number >= 0 and (found := offsets[number]) is not None:
+                    borrowed.places.setdefault(name, (found[position], header))
+        return borrowed
+
+    def _ask_all(self, ask: Callable[[Any], Any], timeout_s: float) -> list[Any]:
+        """The answers that come in time."""
+        pending = {}
+        for name, actor in list(self._actors.items()):
+            try:
+                pending[name] = ask(actor)
+            except Exception as error:  # the boundary to Ray
+                logger.warning("directory %s is not asked: %r", name, error)
+        answers = []
+        deadline_s = time.monotonic() + timeout_s
+        for name, reference in pending.items():
+            try:
+                answers.append(self._ray.get(reference, timeout=max(0.001, deadline_s - time.monotonic())))
+            except Exception as error:  # the boundary to Ray: dead, slow, or gone
+                logger.warning("directory %s gave no answer: %r", name, error)
+                self._actors.pop(name, None)  # until it is seen again
+        return answers
+
+    def _discover(self) -> None:
+        prefix = _actor_name("")
+        while True:
+            time.sleep(_PEERS_INTERVAL_S)
+            try:
+                names = {name for name in self._ray.util.list_named_actors() if name.startswith(prefix)} - {self._own_name}
+                for name in names - self._actors.keys():
+                    self._actors[name] = self._ray.get_actor(name, namespace=RAY_NAMESPACE)
+                for name in self._actors.keys() - names:
+                    self._actors.pop(name, None)
+            except Exception as error:  # the boundary to Ray
+                logger.warning("the other directories are not known: %r", error)
+
+
+class Directory:
+    """The actor: a DirectoryServer over this node's object store. Its methods are for the directories of other nodes."""
+
+    def __init__(self, own_name: str, linger_s: float) -> None:
+        medium = RayMedium()
+        self._server = DirectoryServer(medium, RayPeers(own_name, medium), linger_s, end=lambda: os._exit(0))
+
+    def listen(self, address: bytes) -> None:
+        """Be reached by engines that call the same Ray by this name. Raises OSError."""
+        self._server.listen(address)
+
+    def find(self, key: str, names: list[bytes]) -> bytes:
+        """Which of these blocks are stored here."""
+        return bytes(place is not None for place in self._server.places(key, names))
+
+    def share(self, key: str, names: list[bytes]) -> tuple[list[Any], list[tuple[list[int], int]], list[tuple[int, int, bytes]]]:
+        """References to the objects that hold these blocks; the runs and the block size of each; and for each name its object's
+        number (-1: not here), its position there and its header."""
+        found = self._server.places(key, names)
+        handles = {place[0]: handle for place in found if place and (handle := place[0].handle)}  # or it is being dropped
+        numbers = {stored: number for number, stored in enumerate(handles)}
+        places = [(numbers[place[0]], place[1], place[2]) if place and place[0] in numbers else (-1, 0, b"") for place in found]
+        layouts = [(handle.run_sizes, handle.block_bytes) for handle in handles.values()]
+        return [handle.reference for handle in handles.values()], layouts, places
+
+
+def _actor_name(node_id: str) -> str:
+    return f"directory-{VERSION}-{os.geteuid()}-{node_id}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make the directory of this node, once Ray can be reached. One argument, JSON: address, node_ip, auth, linger_s.
+
+    Ends when it has been made, when its standard input does (so does whoever started it), or after a failure, which it prints.
+    """
+    options = json.loads(arguments[0])
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    os.environ.update(RAY_AUTH_MODE=options["auth"], RAY_USAGE_STATS_ENABLED="0")
+    import ray  # takes a while; meanwhile Ray may come
+
+    _wait_reachable(options["address"])
+    watchdog = threading.Timer(_INIT_TIMEOUT_S, lambda: _fail(f"Ray does not answer (auth: {options['auth']})"))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        ray.init(
+            address=options["address"],
+            namespace=RAY_NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.CRITICAL,
+            **({"_node_ip_address": options["node_ip"]} if options["node_ip"] else {}),
+        )
+        _make_actor(ray, options)
+        ray.shutdown()
+    except BaseException as error:  # the top of this program
+        _fail(repr(error))
+    return 0
+
+
+def _make_actor(ray: Any, options: dict[str, Any]) -> None:
+    """Raises what Ray raises."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node_id = ray.get_runtime_context().get_node_id()
+    name = _actor_name(node_id)
+    actor_class = ray.remote(Directory).options(
+        name=name,
+        namespace=RAY_NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=0,
+        max_concurrency=16,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
+    )
+    for attempt in range(_NUM_ATTEMPTS):
+        actor = actor_class.remote(name, options["linger_s"])
+        try:
+            ray.get(actor.listen.remote(socket_address(options["address"], options["node_ip"])), timeout=_INIT_TIMEOUT_S)
+            return
+        except ray.exceptions.RayError:  # it is about to end, or just has: its name is free again soon
+            if attempt == _NUM_ATTEMPTS - 1:
+                raise
+            time.sleep(_PROBE_INTERVAL_S)
+
+
+def _wait_reachable(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    has_told = False
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+            return
+        except OSError as error:
+            if not has_told:
+                print(f"no Ray at {address} ({error}); `ray start --head --port {port}` starts one", flush=True)
+                has_told = True
+            time.sleep(_PROBE_INTERVAL_S)
+
+
+def _end_with_input() -> None:
+    while os.read(0, 4096):  # not sys.stdin, whose lock the interpreter wants when it ends
+        pass
+    os._exit(0)
+
+
+def _fail(reason: str) -> None:
+    print(" ".join(reason.split()), flush=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    from connectors.ray.directory import main as run  # the actor's class is to belong to the module, not to this program
+
+    sys.exit(run(sys.argv[1:]))

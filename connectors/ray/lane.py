@@ -1,0 +1,150 @@
+"""One transfer over one connection to a directory: what is asked and sent, which bytes are copied, and what was verified.
+
+Loads are copied here, out of the object store's memory; saves are read by the directory out of the pool.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from connectors.ray.client import DirectoryConnection
+from connectors.ray.messages import ABSENT, LOCATED_BLOCK, Operation, StoreStatus, pack_chain, pack_names, pack_put
+from connectors.stored_block import BlockCheck, check_block, pack_block_header
+from core.kv.pool_memory import KVPoolMemory
+
+_PIECE_BYTES = 3 * 1024 * 1024  # one thread's share of a load
+_MAX_OUTSTANDING = 2  # objects of one save: headers of the second are computed while the first is made
+
+Job = Callable[[], None]
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """num_placed blocks, from the first on, were stored; checks: what was found there, by position, unless it was too late."""
+
+    status: StoreStatus
+    num_placed: int
+    checks: dict[int, BlockCheck] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SaveReport:
+    """stored: names that are stored now; num_new of them by this."""
+
+    stored: set[bytes] = field(default_factory=set)
+    num_new: int = 0
+    status: StoreStatus | None = None
+
+
+class RayLane:
+    """Moves blocks between a pool and a store. Any number of threads, each with a connection of its own."""
+
+    def __init__(self, pool: KVPoolMemory, object_bytes: int, run_jobs: Callable[[Sequence[Job]], None]) -> None:
+        """run_jobs: runs all of these, on several threads where it can."""
+        self._pool = pool
+        self._layout = pool.layout
+        self._pool_bytes = np.frombuffer(pool.buffer, dtype=np.uint8)
+        self._num_per_object = max(1, object_bytes // pool.layout.block_bytes)
+        self._run_jobs = run_jobs
+
+    def load(
+        self,
+        connection: DirectoryConnection,
+        ancestors: Sequence[bytes],
+        names: Sequence[bytes],
+        block_ids: Sequence[int],
+        should_stop: Callable[[], object],
+    ) -> LoadReport:
+        """Copy and verify blocks up to the first that is not stored. Raises OSError or ConnectorError.
+
+        What is not what it should be is forgotten by the directory, because it would block its name.
+        """
+        stream = connection.stream
+        answer, status = stream.ask(Operation.LOCATE, pack_chain(ancestors, names), len(names) * LOCATED_BLOCK.size)
+        places = list(LOCATED_BLOCK.iter_unpack(answer))
+        num_placed = next((position for position, (offset, _) in enumerate(places) if offset == ABSENT), len(names))
+        report = LoadReport(status, num_placed)
+        num_together = max(1, _PIECE_BYTES // self._layout.block_bytes)
+
+        def copy(first: int) -> None:
+            for position in range(first, min(first + num_together, num_placed)):
+                if should_stop():
+                    return
+                offset, header = places[position]
+                check = self._copy(connection, offset, header, names[position], block_ids[position])
+                report.checks[position] = check
+
+        self._run_jobs([functools.partial(copy, first) for first in range(0, num_placed, num_together)])
+        stream.begin()
+        stream.send(Operation.RELEASE, b"")
+        damaged = [names[position] for position, check in report.checks.items() if check is not BlockCheck.OK]
+        if damaged:
+            stream.ask(Operation.FORGET, pack_names(damaged), 0)
+        return report
+
+    def _copy(self, connection: DirectoryConnection, offset: int, header: bytes, name: bytes, block_id: int) -> BlockCheck:
+        num_bytes = self._layout.block_bytes
+        if offset + num_bytes > len(connection.store):
+            return BlockCheck.CORRUPT
+        start = block_id * self._layout.block_stride_bytes
+        # Lets go of the GIL, unlike a slice of bytes.
+        np.copyto(self._pool_bytes[start : start + num_bytes], connection.store[offset : offset + num_bytes])
+        return check_block(header, self._pool.block(block_id), self._layout.fingerprint, name)
+
+    def save(
+        self,
+        connection: DirectoryConnection,
+        ancestors: Sequence[bytes],
+        names: Sequence[bytes],
+        block_ids: Sequence[int],
+        should_stop: Callable[[], object],
+        are_new: bool,
+    ) -> SaveReport:
+        """Have blocks stored that are not, in order, while there is room. Raises OSError or ConnectorError.
+
+        are_new: probably none is stored, so that it is not worth asking first.
+        """
+        stream, kept = connection.stream, [*ancestors, *names]
+        report = SaveReport()
+        if not are_new:
+            flags, report.status = stream.ask(Operation.TOUCH, pack_chain(ancestors, names), len(names))
+            report.stored.update(name for name, flag in zip(names, flags, strict=True) if flag)
+        stored = report.stored
+        first_positions = {name: position for position, name in reversed(list(enumerate(names))) if name not in stored}
+        missing = sorted(first_positions.values())
+        groups = [missing[first : first + self._num_per_object] for first in range(0, len(missing), self._num_per_object)]
+        num_sent = num_answered = 0
+        while num_answered < len(groups):
+            if num_sent < len(groups) and num_sent - num_answered < _MAX_OUTSTANDING and not should_stop():
+                group = groups[num_sent]
+                stream.begin()
+                self._send(connection, [names[position] for position in group], [block_ids[position] for position in group], kept)
+                num_sent += 1
+                continue
+            if num_answered == num_sent:  # it should stop
+                break
+            group = groups[num_answered]
+            stream.begin()
+            flags, report.status = stream.receive_answer(len(group))
+            stored.update(names[position] for position, flag in zip(group, flags, strict=True) if flag)
+            report.num_new += flags.count(2)
+            num_answered += 1
+            if not all(flags):  # no more room
+                groups = groups[:num_sent]
+        return report
+
+    def _send(
+        self, connection: DirectoryConnection, names: Sequence[bytes], block_ids: Sequence[int], kept: Sequence[bytes]
+    ) -> None:
+        """The directory begins to read these blocks while we compute their headers."""
+        connection.stream.send(Operation.PUT, pack_put(names, block_ids, kept))
+        fingerprint = self._layout.fingerprint
+        headers = [
+            pack_block_header(fingerprint, name, self._pool.block(block_id))
+            for name, block_id in zip(names, block_ids, strict=True)
+        ]
+        connection.stream.send(Operation.HEADERS, b"".join(headers))

@@ -1,0 +1,366 @@
+"""The directory of a Ray node: answers the node's engines, each connection on a thread of its own. Knows no Ray.
+
+One directory serves all stores (a namespace and a layout each) of its node and user. A store ends some time after its last
+connection, the directory after its last store; the death of an engine is the end of its connections and of what they held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import socket
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from connectors.ray.index import StoredObject, StoreIndex
+from connectors.ray.messages import (
+    ABSENT,
+    LOCATED_BLOCK,
+    FrameStream,
+    Operation,
+    check_peer,
+    pack_status,
+    unpack_chain,
+    unpack_names,
+    unpack_put,
+)
+from connectors.ray.put_queue import ObjectMedium, PutJob, PutQueue
+from connectors.stored_block import BLOCK_HEADER_BYTES
+from core.errors import ConnectorError
+
+logger = logging.getLogger(__name__)
+
+_USABLE_FRACTION = 0.8  # of the object store: what is freed is not free at once, and memory gets fragmented
+_TICK_S = 0.2
+_SEND_TIMEOUT_S = 10.0
+_NO_HEADER = bytes(BLOCK_HEADER_BYTES)
+
+
+@dataclass(eq=False, slots=True)
+class BorrowedBlocks:
+    """Blocks of another node's directory, brought to this node: name to offset and header; keeper holds them there."""
+
+    places: dict[bytes, tuple[int, bytes]]
+    keeper: Any
+
+
+class Peers(ABC):
+    """The directories of the other nodes."""
+
+    @abstractmethod
+    def find(self, key: str, names: Sequence[bytes], timeout_s: float) -> set[bytes]:
+        """Which of these some other node has. Does not raise."""
+
+    @abstractmethod
+    def fetch(self, key: str, names: Sequence[bytes], timeout_s: float) -> BorrowedBlocks:
+        """Bring those that some other node has to this one. Does not raise."""
+
+
+@dataclass(eq=False, slots=True)
+class _Store:
+    index: StoreIndex
+    linger_s: float
+    num_connections: int = 0
+    unused_since_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(eq=False, slots=True)
+class _Session:
+    """One connection, after its HELLO."""
+
+    stream: FrameStream
+    key: str
+    store: _Store
+    block_bytes: int
+    stride_bytes: int
+    object_bytes: int
+    timeout_s: float
+    pool: mmap.mmap | None
+    pins: list[StoredObject] = field(default_factory=list)
+    borrowed: BorrowedBlocks | None = None
+
+
+class DirectoryServer:
+    """Serves until nobody has used it for linger_s; then it calls end()."""
+
+    def __init__(self, medium: ObjectMedium, peers: Peers, linger_s: float, end: Callable[[], None]) -> None:
+        self._medium = medium
+        self._peers = peers
+        self._linger_s = linger_s
+        self._end = end
+        self.mutex = threading.Lock()  # of everything below
+        self._listener_by_address: dict[bytes, socket.socket] = {}
+        self._stores: dict[str, _Store] = {}
+        self._num_connections = 0
+        self._unused_since_s = time.monotonic()
+        self._is_ending = False
+        self._pools: weakref.WeakValueDictionary[tuple[int, int], mmap.mmap] = weakref.WeakValueDictionary()
+        self._puts = PutQueue(medium, self.mutex)
+        self._max_bytes = int(medium.num_bytes * _USABLE_FRACTION)
+        threading.Thread(target=self._end_when_unused, name="ray-end", daemon=True).start()
+
+    def listen(self, address: bytes) -> None:
+        """Be reached there, too: engines may name one Ray in several ways. Raises OSError when somebody else listens there."""
+        with self.mutex:
+            if self._is_ending:
+                raise OSError("the directory is about to end")
+            if address in self._listener_by_address:
+                return
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                listener.bind(address)
+                listener.listen(128)
+                listener.settimeout(_TICK_S)
+            except OSError:
+                listener.close()
+                raise
+            self._listener_by_address[address] = listener
+        threading.Thread(target=self._accept, args=(listener,), name="ray-accept", daemon=True).start()
+
+    def places(self, key: str, names: Sequence[bytes]) -> list[tuple[StoredObject, int, bytes] | None]:
+        """For other nodes' directories: each block's object, position in it and header."""
+        with self.mutex:
+            store = self._stores.get(key)
+            found = [store.index.find(name) if store else None for name in names]
+            if store is not None:
+                store.index.touch([name for name, place in zip(names, found, strict=True) if place])
+            return [(place.stored, place.position, place.header) if place else None for place in found]
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._is_ending:
+            try:
+                connected, _address = listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:  # no descriptors left: others may end
+                if not self._is_ending:
+                    logger.warning("no connection could be accepted: %s", str(error))
+                    time.sleep(_TICK_S)
+                continue
+            with self.mutex:
+                self._num_connections += 1
+            threading.Thread(target=self._serve, args=(connected,), name="ray-connection", daemon=True).start()
+
+    def _end_when_unused(self) -> None:
+        while not self._is_ending:
+            time.sleep(_TICK_S)
+            with self.mutex:
+                self._is_ending = self._is_unused(time.monotonic())
+                listeners = list(self._listener_by_address.values())
+        for listener in listeners:
+            listener.close()  # from now on there is none, and whoever comes makes another one
+        self._end()
+
+    def _is_unused(self, now_s: float) -> bool:
+        """Ends stores, and says whether the directory is to end. The caller holds the mutex."""
+        for key, store in list(self._stores.items()):
+            if not store.num_connections and now_s - store.unused_since_s >= store.linger_s:
+                del self._stores[key]
+                store.index.clear()
+                self._puts.drop(store.index)
+        if self._num_connections:
+            self._unused_since_s = now_s
+        return not self._stores and now_s - self._unused_since_s >= self._linger_s
+
+    def _serve(self, connected: socket.socket) -> None:
+        stream = FrameStream(connected, _SEND_TIMEOUT_S)
+        session: _Session | None = None
+        try:
+            check_peer(connected)
+            stream.begin()
+            operation, body, descriptor = stream.receive()
+            session = self._greet(stream, operation, body, descriptor)
+            while True:
+                stream.wait_for_ever()
+                operation, body, descriptor = stream.receive()
+                if descriptor is not None:
+                    os.close(descriptor)
+                stream.begin()
+                self._answer(session, operation, body)
+        except ConnectionError:  # it has left
+            pass
+        except (OSError, ConnectorError) as error:
+            logger.warning("a connection ends: %s", str(error))
+        finally:
+            stream.close()
+            with self.mutex:
+                self._num_connections -= 1
+                if session is not None:
+                    self._release(session)
+                    session.store.num_connections -= 1
+                    session.store.unused_since_s = time.monotonic()
+
+    def _greet(self, stream: FrameStream, operation: Operation, body: bytes, descriptor: int | None) -> _Session:
+        """Raises OSError or ConnectorError."""
+        with contextlib.ExitStack() as closing:
+            if descriptor is not None:
+                closing.callback(os.close, descriptor)
+            if operation is not Operation.HELLO:
+                raise ConnectorError("a connection begins without HELLO")
+            try:
+                hello = json.loads(body)
+                key = f"{hello['namespace']}/{bytes.fromhex(hello['layout']).hex()}"
+                numbers = [
+                    int(hello[name]) for name in ("block_bytes", "stride_bytes", "num_blocks", "capacity_bytes", "object_bytes")
+                ]
+                linger_s, timeout_s = float(hello["linger_s"]), float(hello["op_timeout_s"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConnectorError(f"HELLO is not understood: {error!r}") from error
+            block_bytes, stride_bytes, num_blocks, capacity_bytes, object_bytes = numbers
+            pool = None if descriptor is None else self._map_pool(descriptor, stride_bytes * num_blocks)
+            with self.mutex:
+                if key not in self._stores:
+                    self._stores[key] = _Store(StoreIndex(min(capacity_bytes, self._max_bytes), block_bytes), linger_s)
+                store = self._stores[key]
+                store.linger_s = linger_s
+                store.num_connections += 1
+                status = store.index.status()
+            session = _Session(stream, key, store, block_bytes, stride_bytes, object_bytes, timeout_s, pool)
+            stream.send(
+                Operation.OK,
+                json.dumps({"medium_bytes": self._medium.num_bytes}).encode() + pack_status(status),
+                None if pool is None else self._medium.descriptor,
+            )
+            return session
+
+    def _map_pool(self, descriptor: int, num_bytes: int) -> mmap.mmap:
+        found = os.fstat(descriptor)
+        if found.st_size < num_bytes or num_bytes <= 0:
+            raise ConnectorError("a pool is smaller than its blocks")
+        with self.mutex:
+            pool = self._pools.get((found.st_dev, found.st_ino))
+        if pool is None:
+            pool = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
+            with self.mutex:
+                self._pools[found.st_dev, found.st_ino] = pool
+        return pool
+
+    def _release(self, session: _Session) -> None:
+        """The caller holds the mutex."""
+        for stored in session.pins:
+            session.store.index.unpin(stored)
+        session.pins.clear()
+        session.borrowed = None
+        self._puts.drop(session.store.index)
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+    def _answer(self, session: _Session, operation: Operation, body: bytes) -> None:
+        """Raises OSError or ConnectorError, which end the connection."""
+        index = session.store.index
+        if operation is Operation.RELEASE:
+            with self.mutex:
+                self._release(session)
+            return
+        if operation is Operation.PUT:
+            answer, refusal = self._put(session, body)
+            if refusal:
+                session.stream.send(Operation.REFUSED, refusal.encode())
+                return
+        elif operation is Operation.LOCATE:
+            answer = self._locate(session, body)
+        elif operation is Operation.LOOKUP:
+            answer = self._look_up(session, unpack_names(body))
+        elif operation is Operation.TOUCH:
+            ancestors, names = unpack_chain(body)
+            with self.mutex:
+                index.touch([*ancestors, *names])
+                answer = bytes(index.find(name) is not None for name in names)
+        elif operation is Operation.FORGET:
+            with self.mutex:
+                index.forget(unpack_names(body))
+                self._puts.drop(index)
+            answer = b""
+        else:
+            raise ConnectorError("a question of an unknown kind")
+        with self.mutex:
+            status = index.status()
+        session.stream.send(Operation.OK, answer + pack_status(status))
+
+    def _look_up(self, session: _Session, names: list[bytes]) -> bytes:
+        with self.mutex:
+            missing = [name for name in names if session.store.index.find(name) is None]
+        found = self._peers.find(session.key, missing, session.timeout_s / 2) if missing else set()
+        absent = set(missing) - found
+        return bytes(name not in absent for name in names)
+
+    def _locate(self, session: _Session, body: bytes) -> bytes:
+        ancestors, names = unpack_chain(body)
+        index = session.store.index
+        with self.mutex:
+            self._release(session)
+            index.touch([*ancestors, *names])
+            found = {name: place for name in names if (place := index.find(name))}
+            session.pins = list({place.stored for place in found.values()})
+            for stored in session.pins:
+                stored.num_pins += 1
+        missing = [name for name in names if name not in found]
+        borrowed = self._peers.fetch(session.key, missing, session.timeout_s / 2) if missing else BorrowedBlocks({}, None)
+        session.borrowed = borrowed
+        places = borrowed.places | {name: (place.offset, place.header) for name, place in found.items()}
+        nowhere = (ABSENT, _NO_HEADER)
+        return b"".join(LOCATED_BLOCK.pack(*places.get(name, nowhere)) for name in names)
+
+    def _put(self, session: _Session, body: bytes) -> tuple[bytes, str]:
+        """For each name whether it is stored now (1), and by this (2); or why none is."""
+        names, block_ids, kept = unpack_put(body)
+        pool, stride_bytes = session.pool, session.stride_bytes
+        if pool is None or any((block_id + 1) * stride_bytes > len(pool) for block_id in block_ids):
+            raise ConnectorError("PUT of blocks outside the pool")
+        index, job = session.store.index, None
+        with self.mutex:
+            index.touch(kept)
+            new = [position for position, name in enumerate(names) if index.find(name) is None]
+            room_bytes = self._max_bytes - sum(store.index.num_bytes for store in self._stores.values())
+            del new[index.reserve(len(new), kept, room_bytes) :]
+            self._puts.drop(index)
+            if new:
+                new_ids = [block_ids[position] for position in new]
+                runs = _runs(memoryview(pool), new_ids, stride_bytes, session.block_bytes)
+                job = PutJob(index, runs, len(new), session.block_bytes, session.object_bytes)
+        if job is not None and not self._puts.run(job, session.timeout_s / 2):
+            return b"", "Ray does not answer the directory"
+        stored = None if job is None else job.stored
+        try:
+            session.stream.begin()
+            headers = self._receive_headers(session, len(names))
+        except BaseException:
+            with self.mutex:
+                if stored is not None:  # the writer has gone
+                    index.unpin(stored)
+                    self._puts.drop(index)
+            raise
+        with self.mutex:
+            if job is not None and stored is not None:
+                index.commit(stored, job.first, [names[i] for i in new], [headers[i] for i in new])
+                self._puts.drop(index)
+            flags = bytearray(index.find(name) is not None for name in names)
+        for position in new:
+            flags[position] *= 2
+        return bytes(flags), ""
+
+    def _receive_headers(self, session: _Session, count: int) -> list[bytes]:
+        operation, body, _descriptor = session.stream.receive()
+        if operation is not Operation.HEADERS or len(body) != count * BLOCK_HEADER_BYTES:
+            raise ConnectorError("PUT without its headers")
+        return [body[start : start + BLOCK_HEADER_BYTES] for start in range(0, len(body), BLOCK_HEADER_BYTES)]
+
+
+def _runs(pool: memoryview, block_ids: Sequence[int], stride_bytes: int, block_bytes: int) -> list[memoryview]:
+    """The blocks, those that lie together without a gap as one."""
+    runs: list[tuple[int, int]] = []
+    for block_id in block_ids:
+        start = block_id * stride_bytes
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], start + block_bytes)
+        else:
+            runs.append((start, start + block_bytes))
+    return [pool[start:end] for start, end in runs]

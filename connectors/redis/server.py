@@ -1,0 +1,215 @@
+"""How a Redis or Valkey server is reached: addresses, TLS, users and databases are redis-py's, which is imported here alone.
+
+A connection is set up by redis-py and then used as a RespStream on the same socket: redis-py has read every reply of the
+set-up by then, so that nothing is left in its buffer.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import Connection, parse_url
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from connectors.redis.resp_stream import RespStream
+from core.addresses import host_of
+from core.errors import ConfigError, ConnectorError
+
+URL_FIELD = "connector.options.url"
+_URL_FORMS = "redis://HOST:PORT/DB, rediss://… (TLS) or unix:///PATH?db=DB, with redis-py's query arguments (ssl_ca_certs=PATH)"
+# What is ours to decide, and what would need redis-py's own reader.
+_RESERVED = ("protocol", "decode_responses", "socket_timeout", "socket_connect_timeout", "retry", "parser_class")
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Over those of the URL where not empty. Never shown."""
+
+    username: str
+    password: str
+
+
+@dataclass(frozen=True, slots=True)
+class SentinelService:
+    """Who knows which server is the primary now. addresses: HOST:PORT of each sentinel; empty: the URL says it all."""
+
+    addresses: tuple[str, ...] = ()
+    name: str = ""
+    password: str = ""
+
+
+class RedisServer:
+    """Opens connections to one server. Any thread; close() ends waits on all that are open or being opened.
+
+    With sentinels each connection goes to the server that they call the primary at that moment. They end the connections of one
+    that they demote.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        credentials: Credentials,
+        connect_timeout_s: float,
+        op_timeout_s: float,
+        sentinels: SentinelService = SentinelService(),
+    ) -> None:
+        """Raises ConfigError, which does not show the URL: it may hold a password."""
+        try:
+            settings: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
+        except ValueError:
+            raise ConfigError(URL_FIELD, "(not shown)", _URL_FORMS) from None
+        for name in _RESERVED:
+            if name in settings:
+                raise ConfigError(URL_FIELD, f"…{name}=…", f"a URL without {name}")
+        if credentials.username:
+            settings["username"] = credentials.username
+        if credentials.password:
+            settings["password"] = credentials.password
+        if sentinels.addresses:
+            if "path" in settings:
+                raise ConfigError("connector.options.sentinels", ",".join(sentinels.addresses), "none, with a unix:// URL")
+            settings = {name: value for name, value in settings.items() if name not in ("host", "port")}
+        self._connection_type = settings.pop("connection_class", Connection)
+        self._settings = {
+            **settings,
+            "socket_connect_timeout": connect_timeout_s,
+            "socket_timeout": op_timeout_s,
+            "protocol": 2,
+            "driver_info": None,  # spares two round trips
+        }
+        try:
+            self._connection_type(**self._settings)
+        except (TypeError, ValueError, redis.RedisError):
+            raise ConfigError(URL_FIELD, "(not shown)", f"{_URL_FORMS}; a query argument is unknown or wrong") from None
+        self._op_timeout_s = op_timeout_s
+        self._service_name = sentinels.name
+        self._sentinels = _sentinels(sentinels, connect_timeout_s) if sentinels.addresses else None
+        self._mutex = threading.Lock()  # of the two below
+        self._connections: set[Connection] = set()
+        self._is_closed = False
+
+    @property
+    def address(self) -> str:
+        """Where the server is, for messages: no user, no password."""
+        settings = self._settings
+        if self._sentinels is not None:
+            return f"primary of {self._service_name} db {settings.get('db', 0)}"
+        where = settings.get("path") or f"{settings.get('host', 'localhost')}:{settings.get('port', 6379)}"
+        return f"{where} db {settings.get('db', 0)}"
+
+    def open_stream(self) -> RespStream:
+        """A connection on which nothing is outstanding. Takes connect_timeout_s and one op_timeout_s per step of the set-up at
+        most. Raises ConnectorError."""
+        connection = self._connection_type(**self._settings, **self._primary())
+        with self._mutex:
+            if self._is_closed:
+                raise ConnectorError("the connector is closed")
+            self._connections.add(connection)
+        try:
+            connection.connect()
+            with self._mutex:
+                connected = connection._get_socket()
+                if self._is_closed or connected is None:
+                    raise ConnectorError("the connector is closed")
+            return RespStream(connected, self._op_timeout_s, lambda: self._disconnect(connection))
+        except (redis.RedisError, OSError, ConnectorError) as error:
+            self._disconnect(connection)
+            raise ConnectorError(f"no connection to {self.address}: {error}") from error
+
+    def open_client(self) -> RedisClient:
+        """An ordinary client with a connection of its own, for what is small and rare. Raises ConnectorError."""
+        return RedisClient(self._connection_type, {**self._settings, **self._primary()}, self.address)
+
+    def _primary(self) -> dict[str, Any]:
+        """What the sentinels say, asked in turn until one answers. Raises ConnectorError."""
+        if self._sentinels is None:
+            return {}
+        try:
+            host, port = self._sentinels.discover_master(self._service_name)  # type: ignore[no-untyped-call]
+        except (redis.RedisError, OSError) as error:
+            raise ConnectorError(f"no sentinel knows the {self.address}: {error}") from error
+        return {"host": host, "port": port}
+
+    def close(self) -> None:
+        """Make every wait on every connection fail, now and later. Whoever uses a connection closes it. Safe to repeat."""
+        with self._mutex:
+            self._is_closed = True
+            connections = list(self._connections)
+        for connection in connections:
+            _shut_down(connection)
+
+    def _disconnect(self, connection: Connection) -> None:
+        with self._mutex:
+            self._connections.discard(connection)
+        connection.disconnect()  # type: ignore[no-untyped-call]
+
+
+class RedisClient:
+    """redis-py's client; one thread. Its faults are ConnectorErrors, a refused command's stands in its place."""
+
+    def __init__(self, connection_type: type[Connection], settings: dict[str, Any], address: str) -> None:
+        self._address = address
+        self._client = redis.Redis(connection_pool=redis.ConnectionPool(connection_class=connection_type, **settings))
+
+    def ask(self, commands: Sequence[tuple[bytes, ...]]) -> list[Any]:
+        """The replies of a pipeline."""
+        if not commands:
+            return []
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            # By the general way: the named methods reshape replies, and differ from version to version.
+            pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
+        try:
+            return list(pipeline.execute(raise_on_error=False))
+        except (redis.RedisError, OSError) as error:
+            raise ConnectorError(f"{self._address}: {error}") from error
+
+    def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
+        """The names of all keys that match, about `count` at a time."""
+        cursor: int | None = None
+        while cursor != 0:
+            try:
+                cursor, keys = self._client.scan(cursor or 0, match=pattern, count=count)
+            except (redis.RedisError, OSError) as error:
+                raise ConnectorError(f"{self._address}: {error}") from error
+            yield [key for key in keys if isinstance(key, bytes)]
+
+    def max_memory_bytes(self) -> int:
+        """The server's limit; 0: none, or it does not say."""
+        (found,) = self.ask([(b"INFO", b"memory")])
+        if isinstance(found, Exception):
+            raise ConnectorError(f"{self._address}: {found}")
+        return int(found.get("maxmemory", 0)) if isinstance(found, dict) else 0
+
+    def close(self) -> None:
+        """Close its connection."""
+        self._client.close()
+
+
+def _shut_down(connection: Connection) -> None:
+    connected = connection._get_socket()
+    if connected is not None:
+        try:
+            connected.shutdown(socket.SHUT_RDWR)
+        except OSError:  # is closed already
+            return
+
+
+def _sentinels(service: SentinelService, timeout_s: float) -> Sentinel:
+    """Clients of a service's sentinels. Raises ConfigError."""
+    addresses = []
+    for address in service.addresses:
+        host, port = host_of(address), address.rpartition(":")[2]
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError("connector.options.sentinels", address, "HOST:PORT, and commas between several")
+        addresses.append((host, int(port)))
+    settings: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    settings |= {"retry": Retry(NoBackoff(), 0), "password": service.password or None}
+    return Sentinel(addresses, sentinel_kwargs=settings)  # type: ignore[no-untyped-call]

@@ -1,0 +1,406 @@
+"""A connector over an index and a medium of equal slots: how blocks are found, loaded, verified, saved and touched.
+
+shm and nvme differ in how their store is opened and in the medium; everything else is here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import itertools
+import logging
+import threading
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from connectors.coding.block_coding import CodingOptions
+from connectors.prefix_chains import PrefixChains
+from connectors.slots.coding import SlotCoding
+from connectors.slots.index_mirror import sequences_of
+from connectors.slots.store import SlotLayout, SlotStore, slot_bytes
+from connectors.stored_block import BlockCheck
+from connectors.transfer_workers import TransferWorkers, failed
+from core.clock import Clock
+from core.errors import ConfigError, ConnectorError
+from core.kv.connector import (
+    ConnectorStats,
+    KVConnector,
+    PrefixLookup,
+    Transfer,
+    TransferDirection,
+    TransferOutcome,
+    TransferResult,
+)
+from core.kv.pool_memory import KVPoolMemory
+
+logger = logging.getLogger(__name__)
+
+_MAX_PIECE_BLOCKS = 256  # two buffers each, below the kernel's limit of 1024 per call
+_REOPEN_PAUSE_S = 1.0
+_CLOSE_MUTEX_TIMEOUT_S = 1.0
+_MAX_PINS = 1024
+_MAX_INLINE_CHANGES = 256  # applied within a lookup; more would take longer than a lookup may
+_CONFIGURATION_FAULTS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What the threads of one transfer found out: a check per position read, faults of the medium, positions written."""
+
+    checks: dict[int, BlockCheck] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
+    faults: list[OSError] = field(default_factory=list)
+
+
+class SlotConnector(KVConnector):
+    """Base of the connectors that keep blocks in slots.
+
+    The step thread reads the mirror and queues transfers; all else happens on worker threads. A store that fails its integrity
+    check (removed, cut) is dropped and opened again, at most once per _REOPEN_PAUSE_S; until then every lookup is a miss.
+    """
+
+    touches_loaded = True  # a load is a use
+
+    def __init__(self, clock: Clock, num_threads: int, coding: CodingOptions | None = None) -> None:
+        """coding: of a codec whose blocks are all of one length. None: blocks are at rest as they are in the pool."""
+        self._clock = clock
+        self._coding_options = coding or CodingOptions()
+        self._num_threads = num_threads
+        self._workers = TransferWorkers(self._execute, self._work_ahead, self._notify, clock)
+        self._chains = PrefixChains()
+        self._close_mutex = threading.Lock()
+        self._mutex = threading.Lock()  # of the five below
+        self._store: SlotStore | None = None
+        self._reopen_at_s = clock.now_s()
+        self._num_errors = 0
+        self._num_past_evictions = 0
+        self._is_closed = False
+        self._pins: deque[tuple[tuple[bytes, ...], bool]] = deque(maxlen=_MAX_PINS)  # asked for, not done
+
+    @abstractmethod
+    def _open_store(self, layout: SlotLayout) -> SlotStore:
+        """Join or create the store for this layout at rest. Raises OSError, ConnectorError or ConfigError."""
+
+    @property
+    @abstractmethod
+    def _starts_without_store(self) -> bool:
+        """Whether a medium that is broken at start is worth waiting for, or ends the start."""
+
+    # -- scheduler half ------------------------------------------------------------------------------------------------
+    def get_num_new_matched_tokens(self, lookup: PrefixLookup, num_computed_tokens: int) -> int | None:
+        """As the interface says. None while more changes of other processes are outstanding than a lookup may apply."""
+        store = self._store
+        if store is None or lookup.block_size != self._layout.block_size:
+            self._workers.request_background()
+            return 0
+        if not store.index.file.is_intact() or not store.index.mirror.refresh(_MAX_INLINE_CHANGES):
+            self._workers.request_background()
+            return None if store.index.file.is_intact() else 0
+        self._chains.note_lookup(lookup.request_id, lookup.block_hashes)
+        first = num_computed_tokens // lookup.block_size
+        return store.index.mirror.count_prefix(itertools.islice(lookup.block_hashes, first, None)) * lookup.block_size
+
+    # -- worker half ---------------------------------------------------------------------------------------------------
+    def register_kv_cache(self, pool: KVPoolMemory) -> None:
+        """Open the store and start the threads. Raises ConfigError or ConnectorError where the store cannot be used at all."""
+        self._pool_bytes = np.frombuffer(pool.buffer, dtype=np.uint8).data
+        self._num_pool_blocks = pool.num_blocks
+        self._layout = pool.layout
+        self._coding = SlotCoding(pool.layout, self._coding_options.coding_for(pool.layout))
+        self._block_bytes, self._stride_bytes = pool.layout.block_bytes, pool.layout.block_stride_bytes
+        try:
+            self._store = self._open_store(self._coding.layout_at_rest)
+        except OSError as error:
+            if not self._starts_without_store or error.errno in _CONFIGURATION_FAULTS:
+                raise ConnectorError(f"the {self.name} store cannot be opened: {error}") from error
+            logger.error("the %s store cannot be opened and is tried again later: %s", self.name, str(error))
+            self._num_errors += 1
+        self._workers.start_threads(self._num_threads, f"kv-{self.name}")
+        self._workers.request_background()
+
+    def start_load(self, transfer: Transfer) -> None:
+        """Queue a load."""
+        self._workers.start(transfer)
+
+    def start_save(self, transfer: Transfer) -> None:
+        """Queue a save."""
+        self._workers.start(transfer)
+
+    def poll_transfers(self) -> list[TransferResult]:
+        """Results since the last call."""
+        return self._workers.poll()
+
+    def close(self) -> None:
+        """As the interface says.
+
+        A thread that hangs in the kernel is given up after a few seconds: its transfer is CANCELLED, and what its I/O still does
+        to the pool's memory hits a reference of its own.
+        """
+        with self._close_mutex:  # a second caller waits for the first, and then finds nothing to do
+            self._close()
+
+    def _close(self) -> None:
+        self._is_closed = True
+        has_stopped = self._workers.close()
+        has_mutex = self._mutex.acquire(timeout=_CLOSE_MUTEX_TIMEOUT_S)
+        try:
+            store, self._store = self._store, None
+        finally:
+            if has_mutex:
+                self._mutex.release()
+        if store is None:
+            return
+        self._num_past_evictions += store.index.num_evictions
+        try:
+            if has_stopped:
+                store.close()
+                return
+            store.abandon()
+        except OSError as error:
+            logger.warning("the %s store was left behind: %s", self.name, str(error))
+        store.is_retired = True  # the thread that hangs closes it when it comes back
+
+    def stats(self) -> ConnectorStats:
+        """Sizes include each block's header page."""
+        store = self._store
+        num_open = self._workers.num_in_flight
+        if store is None:
+            return ConnectorStats(
+                num_errors=self._num_errors, num_open_references=num_open, num_evictions=self._num_past_evictions
+            )
+        num_stored, num_bytes = len(store.index.mirror), slot_bytes(self._coding.layout_at_rest)
+        return ConnectorStats(
+            store_bytes=num_stored * num_bytes,
+            store_blocks=num_stored,
+            capacity_bytes=store.index.file.num_slots * num_bytes,
+            num_evictions=self._num_past_evictions + store.index.num_evictions,
+            num_errors=self._num_errors + store.index.num_failed_growths,
+            num_open_references=num_open + store.index.num_writing,
+        )
+
+    # -- for tiers and operators; any thread but the step thread for the first ----------------------------------------------
+    def coldest_runs(self, share: int) -> list[list[bytes]]:
+        """Once the store is nearly full: one in `share` of its blocks, those that would be evicted next. See SlotRecency."""
+        store = self._store
+        if store is None:
+            return []
+        num_slots = store.index.file.num_slots
+        num_blocks = max(1, num_slots // share)
+        if len(store.index.mirror) + num_blocks < num_slots:
+            return []
+        with self._using_store() as opened:
+            return [] if opened is None else opened.index.coldest_runs(num_blocks)
+
+    def pin_prefix(self, block_hashes: Sequence[bytes], *, is_pinned: bool = True) -> bool:
+        """As the interface says: at most a quarter of the slots; pins are marks in the index, so they outlive processes."""
+        self._pins.append((tuple(block_hashes), is_pinned))
+        self._workers.request_background()
+        return True
+
+    # -- worker threads ------------------------------------------------------------------------------------------------
+    def _execute(self, transfer: Transfer) -> TransferResult:
+        if len(transfer.block_ids) != len(transfer.block_hashes) or not all(
+            0 <= block_id < self._num_pool_blocks for block_id in transfer.block_ids
+        ):
+            return failed(transfer, TransferOutcome.ERROR, "block ids are outside the pool or not one per hash")
+        try:
+            with self._using_store() as store:
+                if store is None:
+                    return failed(transfer, TransferOutcome.ERROR, "the store cannot be opened")
+                result = (
+                    self._load(store, transfer) if transfer.direction is TransferDirection.LOAD else self._save(store, transfer)
+                )
+        except (OSError, ConnectorError) as error:
+            result = failed(transfer, TransferOutcome.ERROR, str(error))
+        if result.outcome in (TransferOutcome.ERROR, TransferOutcome.CORRUPT):
+            with self._mutex:
+                self._num_errors += 1
+            logger.warning("%s of %s: %s", transfer.direction.value, transfer.request_id, result.detail)
+        return result
+
+    def _load(self, store: SlotStore, transfer: Transfer) -> TransferResult:
+        index = store.index
+        index.mirror.refresh()
+        names = transfer.block_hashes
+        slots = index.mirror.prefix_slots(names)
+        sequences = sequences_of(index.file, slots, names[: len(slots)])
+        progress = _Progress()
+
+        def read(positions: Sequence[int]) -> None:
+            blocks = [self._block(transfer.block_ids[position]) for position in positions]
+            where, wanted = [slots[position] for position in positions], [names[position] for position in positions]
+            progress.checks.update(zip(positions, self._coding.read(store.medium, where, wanted, blocks), strict=True))
+
+        self._run_pieces(store, transfer, slots, list(range(len(slots))), read, progress)
+        num_ok = _count_leading(lambda position: progress.checks.get(position) is BlockCheck.OK, len(names))
+        bad = [position for position, check in progress.checks.items() if check is not BlockCheck.OK]
+        now = sequences_of(index.file, [slots[position] for position in bad], [names[position] for position in bad])
+        damaged = {position for position, sequence in zip(bad, now, strict=True) if sequence == sequences[position] != -1}
+        if damaged:  # would block their keys for good
+            index.forget({slots[position]: sequences[position] for position in damaged})
+        index.mirror.drop_stale(slots[position] for position in bad if position not in damaged)
+        if self.touches_loaded:
+            chain = self._chains.note_transfer(transfer.request_id, names[:num_ok])
+            index.touch_later([*chain, *names[:num_ok]], names[:num_ok])
+            self._workers.request_background()
+        outcome, detail = TransferOutcome.OK, ""
+        if num_ok < len(names):
+            outcome, detail = self._reason(transfer, progress, num_ok)
+            if progress.checks.get(num_ok) is BlockCheck.UNREADABLE:
+                outcome, detail = TransferOutcome.MISS, f"block {names[num_ok].hex()}: {self._coding.complaint}"
+            elif num_ok in damaged:
+                outcome, detail = TransferOutcome.CORRUPT, f"block {names[num_ok].hex()} did not match its header"
+        return TransferResult(transfer.transfer_id, num_ok, outcome, num_ok * self._block_bytes, detail)
+
+    def _save(self, store: SlotStore, transfer: Transfer) -> TransferResult:
+        names = transfer.block_hashes
+        ancestors = self._chains.note_transfer(transfer.request_id, names)
+        reservation = store.index.reserve(names, ancestors)
+        slots = reservation.new_slots
+        progress = _Progress()
+
+        def write(positions: Sequence[int]) -> None:
+            blocks = [self._block(transfer.block_ids[position]) for position in positions]
+            where, written = [slots[position] for position in positions], [names[position] for position in positions]
+            is_written = self._coding.write(store.medium, where, written, blocks)
+            if store.medium.is_intact():
+                progress.written.update(itertools.compress(positions, is_written))
+
+        try:
+            self._run_pieces(store, transfer, slots, list(slots), write, progress)
+            written = {names[position]: slots[position] for position in progress.written}
+            hits = [name for position, name in enumerate(names) if position not in slots]
+            store.index.publish(written, [*ancestors, *names], hits)
+        finally:
+            unfinished = store.index.unpublished(slots.values())
+            if unfinished:
+                store.index.release(unfinished)
+        num_ok = store.index.mirror.count_prefix(names)  # what all can see, whoever wrote it
+        outcome, detail = (TransferOutcome.OK, "") if num_ok == len(names) else self._reason(transfer, progress, num_ok)
+        moved_bytes = len(progress.written) * self._block_bytes
+        return TransferResult(transfer.transfer_id, num_ok, outcome, moved_bytes, detail)
+
+    def _run_pieces(
+        self,
+        store: SlotStore,
+        transfer: Transfer,
+        slots: Sequence[int] | dict[int, int],
+        positions: Sequence[int],
+        move: Callable[[Sequence[int]], None],
+        progress: _Progress,
+    ) -> None:
+        """Cut positions into pieces, and move those on all idle threads until one fails or the transfer is out of time."""
+        piece_blocks = store.medium.piece_bytes // slot_bytes(self._coding.layout_at_rest)
+        max_blocks = max(1, min(_MAX_PIECE_BLOCKS, piece_blocks))
+        pieces: list[list[int]] = []
+        for position in positions:
+            is_neighbour = pieces and slots[pieces[-1][-1]] + 1 == slots[position]
+            if pieces and len(pieces[-1]) < max_blocks and (is_neighbour or not store.medium.needs_neighbours):
+                pieces[-1].append(position)
+            else:
+                pieces.append([position])
+
+        def job(piece: Sequence[int]) -> None:
+            if progress.faults or self._workers.should_stop(transfer):
+                return
+            try:
+                if not store.medium.is_intact():
+                    raise OSError(errno.EIO, "the store was removed or cut")
+                move(piece)
+                if not store.medium.is_intact():  # cut meanwhile: what was written is nowhere
+                    raise OSError(errno.EIO, "the store was removed or cut")
+            except OSError as error:
+                progress.faults.append(error)
+
+        self._workers.run_jobs([functools.partial(job, piece) for piece in pieces])
+
+    def _reason(self, transfer: Transfer, progress: _Progress, position: int) -> tuple[TransferOutcome, str]:
+        """Why the block at this position was not moved."""
+        if progress.faults:
+            return TransferOutcome.ERROR, str(progress.faults[0])
+        if position not in progress.checks and (stopped := self._workers.should_stop(transfer)):
+            return stopped, "given up before the end"
+        return TransferOutcome.MISS, "not stored, or no room for it"
+
+    def _block(self, block_id: int) -> memoryview:
+        start = block_id * self._stride_bytes
+        return self._pool_bytes[start : start + self._stride_bytes]
+
+    # -- the store's life ----------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def _using_store(self) -> Iterator[SlotStore | None]:
+        """The store, opened again if it was lost; it is not closed before its last user leaves."""
+        with self._mutex:
+            store = self._intact_store()
+            if store is not None:
+                store.num_users += 1
+        try:
+            yield store
+        finally:
+            if store is not None:
+                with self._mutex:
+                    store.num_users -= 1
+                    self._close_if_unused(store)
+
+    def _intact_store(self) -> SlotStore | None:
+        if self._store is not None and self._store.is_intact():
+            return self._store
+        if self._store is not None:
+            logger.error("the %s store was removed or cut and is opened anew", self.name)
+            lost, self._store = self._store, None
+            with contextlib.suppress(OSError):
+                lost.discard_if_unreadable()
+            lost.is_retired = True
+            self._num_errors += 1
+            self._num_past_evictions += lost.index.num_evictions
+            self._close_if_unused(lost)
+        if self._is_closed or self._clock.now_s() < self._reopen_at_s:
+            return None
+        try:
+            self._store = self._open_store(self._coding.layout_at_rest)
+            self._workers.request_background()
+        except (OSError, ConnectorError, ConfigError) as error:  # the last: no longer is there room for the capacity
+            self._num_errors += 1
+            self._reopen_at_s = self._clock.now_s() + _REOPEN_PAUSE_S
+            logger.warning("the %s store cannot be opened: %s", self.name, str(error))
+        if self._is_closed and self._store is not None:  # closed meanwhile, by somebody who did not want to wait
+            opened, self._store = self._store, None
+            opened.is_retired = True
+            self._close_if_unused(opened)
+        return self._store
+
+    def _close_if_unused(self, store: SlotStore) -> None:
+        if store.is_retired and store.num_users == 0:
+            with contextlib.suppress(OSError):
+                store.close()
+
+    def _work_ahead(self) -> bool:
+        """Idle work: reopen a lost store, catch up with changes, allocate and touch what comes next."""
+        try:
+            with self._using_store() as store:
+                if store is None:
+                    return False
+                while self._pins:
+                    names, is_pinned = self._pins[0]
+                    (store.index.pin if is_pinned else store.index.unpin)(names)
+                    self._pins.popleft()
+                if store.index.has_untold_uses or not store.index.mirror.refresh():
+                    store.index.catch_up()
+                has_more = store.index.file.num_ready_slots < store.index.file.num_slots and store.index.grow_ahead()
+                return store.medium.prepare(store.index.file.num_ready_slots) or has_more
+        except (OSError, ConnectorError) as error:  # the next transfer or lookup meets it too, and acts on it
+            logger.info("no work ahead for the %s store: %s", self.name, str(error))
+            return False
+
+    def _notify(self) -> None:
+        if self.on_result is not None:
+            self.on_result()
+
+
+def _count_leading(is_ok: Callable[[int], bool], num_positions: int) -> int:
+    return next((position for position in range(num_positions) if not is_ok(position)), num_positions)

@@ -1,0 +1,190 @@
+"""Joining and leaving a store's directory: its index is opened, created, resized or replaced, and a lease taken.
+
+<root>/lock                      held by whoever joins, leaves or cleans up
+<root>/<store>/index, segment    the blocks
+<root>/<store>/lease-N           one per user of the store, locked while its process lives
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from connectors.file_lock import Lease, has_live_lease, is_lease_alive, locked_directory
+from connectors.slots.index import SlotIndex, take_lease_number
+from connectors.slots.index_file import IndexFile, create_index_file, read_index_identity, resize_index_file
+from connectors.slots.store import (
+    HEADER_PAGE_BYTES,
+    SlotLayout,
+    SlotMedium,
+    SlotStore,
+    StoredLayout,
+    num_slots_within,
+    slot_bytes,
+)
+from core.errors import ConfigError, ConnectorError
+
+logger = logging.getLogger(__name__)
+
+_INDEX_NAME = "index"
+_SEGMENT_NAME = "segment"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What a medium is opened from. is_alone: nobody else uses the store now. is_new: it was just created."""
+
+    path: Path
+    index_file: IndexFile
+    layout: SlotLayout
+    is_alone: bool
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDirectory:
+    """The place of one store."""
+
+    root: Path
+    name: str
+    layout: SlotLayout
+
+    @property
+    def path(self) -> Path:
+        """The store's own directory."""
+        return self.root / self.name
+
+    def open(
+        self, capacity_bytes: int, open_medium: Callable[[Segment], SlotMedium], grow_bytes: int, eviction: str = "lru"
+    ) -> SlotStore:
+        """Join the store, or create it. The caller holds the root's lock.
+
+        A store in use keeps its capacity; an idle one takes ours. A damaged index is replaced: its blocks are lost, which costs
+        misses. Raises OSError, ConnectorError, or ConfigError for a capacity below one block.
+        """
+        num_slots = num_slots_within(capacity_bytes, self.layout)
+        if num_slots < 1:
+            needed = f"room for a block of {slot_bytes(self.layout)} bytes and its index"
+            raise ConfigError("connector.options.capacity_bytes", capacity_bytes, needed)
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        is_alone = not has_live_lease(self.path)
+        file, is_new = self._open_index(num_slots, is_alone)
+        if file.num_slots != num_slots:
+            logger.info("the store in %s is in use with %d blocks; our %d are ignored", self.path, file.num_slots, num_slots)
+        return self._join(file, is_alone, is_new, open_medium, grow_bytes, eviction)
+
+    def open_existing(self, open_medium: Callable[[Segment], SlotMedium], grow_bytes: int) -> SlotStore:
+        """Join the store as it is, whatever its capacity. The caller holds the root's lock.
+
+        Raises OSError (FileNotFoundError where there is none) or ConnectorError where it is damaged; neither changes it.
+        """
+        is_alone = not has_live_lease(self.path)
+        file = IndexFile(self.path / _INDEX_NAME, self.layout.fingerprint, slot_bytes(self.layout))
+        if not file.is_sane():
+            file.close()
+            raise ConnectorError(f"{self.path / _INDEX_NAME} has words in its header that no writer leaves")
+        return self._join(file, is_alone, False, open_medium, grow_bytes, "lru")
+
+    def _join(
+        self,
+        file: IndexFile,
+        is_alone: bool,
+        is_new: bool,
+        open_medium: Callable[[Segment], SlotMedium],
+        grow_bytes: int,
+        eviction: str,
+    ) -> SlotStore:
+        lease = None
+        try:
+            lease = self._take_lease(file)
+            medium = open_medium(Segment(self.path / _SEGMENT_NAME, file, self.layout, is_alone, is_new))
+            grow_step = max(1, grow_bytes // slot_bytes(self.layout))
+            is_alive = partial(is_lease_alive, self.path)
+            index = SlotIndex(file, lease.number, is_alive, medium.grow, grow_step, eviction)
+            index.recover(is_alone)
+        except BaseException:
+            if lease is not None:
+                lease.release()
+            file.close()
+            raise
+        return SlotStore(index, medium, lambda: self._leave(lease))
+
+    def _take_lease(self, file: IndexFile) -> Lease:
+        """A lease that nobody has: an index that is new or was damaged counts from the start, while older leases live on."""
+        number = take_lease_number(file)
+        while is_lease_alive(self.path, number):
+            number = take_lease_number(file)
+        return Lease(self.path, number)
+
+    def _open_index(self, num_slots: int, is_alone: bool) -> tuple[IndexFile, bool]:
+        path = self.path / _INDEX_NAME
+        try:
+            file = IndexFile(path, self.layout.fingerprint, slot_bytes(self.layout))
+            if not file.is_sane():
+                file.close()
+                raise ConnectorError(f"{path} has words in its header that no writer leaves")
+            if is_alone and file.num_slots != num_slots:
+                file.close()
+                resize_index_file(path, num_slots)
+                file = IndexFile(path, self.layout.fingerprint, slot_bytes(self.layout))
+            return file, False
+        except FileNotFoundError:
+            pass
+        except ConnectorError as error:
+            logger.warning("the store in %s starts empty: %s", self.path, str(error))
+        for name in (_INDEX_NAME, _SEGMENT_NAME):  # whoever still has them open sees that they were removed, and joins again
+            (self.path / name).unlink(missing_ok=True)
+        create_index_file(path, self.layout.fingerprint, num_slots, slot_bytes(self.layout))
+        return IndexFile(path, self.layout.fingerprint, slot_bytes(self.layout)), True
+
+    def _leave(self, lease: Lease) -> None:
+        """Give up the lease. Raises OSError; it is gone anyway."""
+        try:
+            with locked_directory(self.root):
+                lease.release()
+                has_live_lease(self.path)  # sweeps up the leases of processes that were killed
+        finally:
+            lease.release()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRoot:
+    """A folder of stores, one per layout at rest, each in a folder `prefix` + fingerprint: what is there, how it is opened."""
+
+    root: Path
+    prefix: str
+    capacity_bytes: int
+    open_medium: Callable[[Segment], SlotMedium]
+    grow_bytes: int
+
+    def layouts(self) -> tuple[list[StoredLayout], list[str]]:
+        """The stores that are there, and in words those that cannot be opened."""
+        if not self.root.is_dir():
+            return [], [f"there is no store in {self.root}"]
+        found: list[StoredLayout] = []
+        problems: list[str] = []
+        for path in sorted(self.root.glob(f"{glob.escape(self.prefix)}*/{_INDEX_NAME}")):
+            name = path.parent.name.removeprefix(self.prefix)
+            if not re.fullmatch("[0-9a-f]{32}", name):
+                continue  # of another prefix that begins like ours
+            try:
+                fingerprint, num_bytes = read_index_identity(path)
+                if fingerprint.hex() != name:
+                    raise ConnectorError(f"{path} is of another layout than its folder's name says")
+                found.append(StoredLayout(fingerprint, num_bytes - HEADER_PAGE_BYTES))
+            except (OSError, ConnectorError) as error:
+                problems.append(str(error))
+        return found, problems
+
+    def open(self, layout: SlotLayout, *, create: bool) -> SlotStore:
+        """Join a store that is there, or with `create` also make it. Raises OSError, ConnectorError or ConfigError."""
+        place = StoreDirectory(self.root, f"{self.prefix}{layout.fingerprint.hex()}", layout)
+        with locked_directory(self.root):
+            if create and not (place.path / _INDEX_NAME).exists():
+                return place.open(self.capacity_bytes, self.open_medium, self.grow_bytes)
+            return place.open_existing(self.open_medium, self.grow_bytes)

@@ -1,0 +1,84 @@
+"""Looks into all tiers of a tiered store at once: each block is listed once for every tier that has it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from connectors.registry import open_browser as open_child
+from connectors.store_browser import BlockEntry, RawBlock, StoreBrowser, WriteOutcome
+from connectors.tiered.options import parse_tiered_options
+from core.errors import ConfigError, ConnectorError
+
+
+class TieredBrowser(StoreBrowser):
+    """Fastest tier first. What is written goes to the slowest one, as what is evicted would; an entry's handle is its tier's
+    number, and the entry as the tier lists it."""
+
+    def __init__(self, browsers: Mapping[str, StoreBrowser], problems: Sequence[str]) -> None:
+        """browsers: by the tiers' names."""
+        super().__init__()
+        self._names = list(browsers)
+        self._browsers = list(browsers.values())
+        self.problems = [*problems]
+        for name, browser in browsers.items():
+            self.problems += [f"tier {name}: {problem}" for problem in browser.problems]
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Of all tiers together; 0 where one has no limit."""
+        capacities = [browser.capacity_bytes for browser in self._browsers]
+        return sum(capacities) if all(capacities) else 0
+
+    def entries(self) -> Iterator[BlockEntry]:
+        """One tier after the other."""
+        for number, (name, browser) in enumerate(zip(self._names, self._browsers, strict=True)):
+            for entry in browser.entries():
+                yield dataclasses.replace(entry, place=f"{name}: {entry.place}", handle=(number, entry))
+
+    def find(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[bool]:
+        """Whether any tier has them."""
+        found = [browser.find(layout_fingerprint, block_hashes) for browser in self._browsers]
+        return [any(in_tiers) for in_tiers in zip(*found, strict=True)]
+
+    def read(self, entries: Iterable[BlockEntry]) -> Iterator[tuple[BlockEntry, RawBlock | None]]:
+        """Each from the tier that listed it."""
+        for number, of_tier in itertools.groupby(entries, key=lambda entry: int(entry.handle[0])):
+            asked = list(of_tier)
+            blocks = self._browsers[number].read(entry.handle[1] for entry in asked)
+            yield from ((entry, block) for entry, (_, block) in zip(asked, blocks, strict=True))
+
+    def write(self, blocks: Sequence[RawBlock]) -> list[WriteOutcome]:
+        """Into the slowest tier."""
+        return self._browsers[-1].write(blocks)
+
+    def remove(self, entries: Sequence[BlockEntry]) -> int:
+        """Each from the tier that listed it."""
+        by_tier = itertools.groupby(entries, key=lambda entry: int(entry.handle[0]))
+        return sum(self._browsers[number].remove([entry.handle[1] for entry in of_tier]) for number, of_tier in by_tier)
+
+    def close(self) -> None:
+        """Leave all tiers."""
+        for browser in self._browsers:
+            browser.close()
+
+
+def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
+    """The tiers of these options that can be looked into; the others are problems. Raises ConfigError, or ConnectorError when
+    there is none."""
+    problems: list[str] = []
+    with contextlib.ExitStack() as opened:
+        browsers: dict[str, StoreBrowser] = {}
+        for tier in parse_tiered_options(options)[1]:
+            try:
+                browsers[tier.name] = browser = open_child(tier.connector, tier.options)
+                opened.callback(browser.close)
+            except (ConfigError, ConnectorError) as error:
+                problems.append(f"tier {tier.name}: {error}")
+        if not browsers:
+            raise ConnectorError(f"none of the tiers can be looked into: {'; '.join(problems)}")
+        opened.pop_all()
+    return TieredBrowser(browsers, problems)
