@@ -35,7 +35,7 @@ from connectors.ray.messages import (
 )
 from core.errors import ConnectorError
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _END_TIMEOUT_S = 2.0
 
 
