@@ -179,6 +179,7 @@ class DirectoryServer:
             stream.begin()
             operation, body, descriptor = stream.receive()
             session = self._greet(stream, operation, body, descriptor)
+            self._welcome(session)
             while True:
                 stream.wait_for_ever()
                 operation, body, descriptor = stream.receive()
@@ -223,14 +224,17 @@ class DirectoryServer:
                 store = self._stores[key]
                 store.linger_s = linger_s
                 store.num_connections += 1
-                status = store.index.status()
-            session = _Session(stream, key, store, block_bytes, stride_bytes, object_bytes, timeout_s, pool)
-            stream.send(
-                Operation.OK,
-                json.dumps({"medium_bytes": self._medium.num_bytes}).encode() + pack_status(status),
-                None if pool is None else self._medium.descriptor,
-            )
-            return session
+            return _Session(stream, key, store, block_bytes, stride_bytes, object_bytes, timeout_s, pool)
+
+    def _welcome(self, session: _Session) -> None:
+        """Answer HELLO. Raises OSError: the session counts already, and has to end."""
+        with self.mutex:
+            status = session.store.index.status()
+        session.stream.send(
+            Operation.OK,
+            json.dumps({"medium_bytes": self._medium.num_bytes}).encode() + pack_status(status),
+            None if session.pool is None else self._medium.descriptor,
+        )
 
     def _map_pool(self, descriptor: int, num_bytes: int) -> mmap.mmap:
         found = os.fstat(descriptor)

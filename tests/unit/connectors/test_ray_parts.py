@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors import ray_messages
+from connectors.ray import messages as ray_messages
 from connectors.ray.connector import RayOptions
 from connectors.registry import create_connector
 from core.errors import ConfigError, ConnectorError
