@@ -56,7 +56,8 @@ def test_tutorial_every_step_works_as_written(tmp_path: Path, monkeypatch: pytes
         serve.wait_ready()
         prompt = "one two three " * 40
         first = serve.client.complete(prompt, max_tokens=4)["choices"][0]["text"]
-        assert serve.client.metric("kvrelay_external_prefix_cache_hits_total", role="decode") > 0
+        hits = "kvrelay_external_prefix_cache_hits_total"  # as of the node's latest heartbeat
+        serve.wait_until(lambda: serve.client.metric(hits, role="decode") > 0, "the decode node has loaded KV")
         assert serve.client.complete(prompt, max_tokens=4)["choices"][0]["text"] == first
     finally:
         serve.close()
