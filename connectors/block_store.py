@@ -16,12 +16,12 @@ from typing import ClassVar
 
 from connectors.known_blocks import KnownBlocks
 from connectors.prefix_chains import PrefixChains
+from connectors.queued_connector import QueuedConnector
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, Payload, check_block, pack_block_header
-from connectors.transfer_workers import TransferWorkers, failed
+from connectors.transfer_workers import TransferWorkers, refuse_bad_ids
 from core.clock import Clock
 from core.kv.connector import (
     ConnectorStats,
-    KVConnector,
     PrefixLookup,
     Transfer,
     TransferDirection,
@@ -81,7 +81,7 @@ class BlockStore(ABC):
         """Let go of everything."""
 
 
-class BlockStoreConnector(KVConnector):
+class BlockStoreConnector(QueuedConnector):
     """Serves an engine from a BlockStore."""
 
     def __init__(self, store: BlockStore, clock: Clock) -> None:
@@ -116,18 +116,6 @@ class BlockStoreConnector(KVConnector):
         self._pool, self._layout = pool, pool.layout
         self._max_blocks = self._store.open(pool.layout)
         self._workers.start_threads(1, f"kv-{self.name}")
-
-    def start_load(self, transfer: Transfer) -> None:
-        """Queue a load."""
-        self._workers.start(transfer)
-
-    def start_save(self, transfer: Transfer) -> None:
-        """Queue a save."""
-        self._workers.start(transfer)
-
-    def poll_transfers(self) -> list[TransferResult]:
-        """Results since the last call."""
-        return self._workers.poll()
 
     def close(self) -> None:
         """As the interface says. A store whose thread hangs is left as it is."""
@@ -171,10 +159,9 @@ class BlockStoreConnector(KVConnector):
             return 0
 
     def _execute(self, transfer: Transfer) -> TransferResult:
-        if len(transfer.block_ids) != len(transfer.block_hashes) or not all(
-            0 <= block_id < self._pool.num_blocks for block_id in transfer.block_ids
-        ):
-            return failed(transfer, TransferOutcome.ERROR, "block ids are outside the pool or not one per hash")
+        refused = refuse_bad_ids(transfer, self._pool.num_blocks)
+        if refused is not None:
+            return refused
         move = self._load if transfer.direction is TransferDirection.LOAD else self._save
         with self._counting_faults():
             return move(transfer)
@@ -233,7 +220,3 @@ class BlockStoreConnector(KVConnector):
             self._num_errors += 1
             raise
         self._has_failed = False
-
-    def _notify(self) -> None:
-        if self.on_result is not None:
-            self.on_result()

@@ -206,3 +206,11 @@ class TransferWorkers:
 def failed(transfer: Transfer, outcome: TransferOutcome, detail: str) -> TransferResult:
     """The result of a transfer that moved nothing."""
     return TransferResult(transfer_id=transfer.transfer_id, num_blocks_ok=0, outcome=outcome, detail=detail)
+
+
+def refuse_bad_ids(transfer: Transfer, num_pool_blocks: int) -> TransferResult | None:
+    """The result of a transfer whose block ids cannot be right; None for one that can be carried out."""
+    block_ids = transfer.block_ids
+    if len(block_ids) == len(transfer.block_hashes) and all(0 <= block_id < num_pool_blocks for block_id in block_ids):
+        return None
+    return failed(transfer, TransferOutcome.ERROR, "block ids are outside the pool or not one per hash")

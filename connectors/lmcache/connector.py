@@ -23,8 +23,9 @@ from connectors.known_blocks import KnownBlocks
 from connectors.lmcache.object_directory import MAX_BLOCKS_PER_OBJECT, StoredObject
 from connectors.lmcache.objects import Bytes, LMCacheObjects
 from connectors.prefix_chains import PrefixChains
+from connectors.queued_connector import QueuedConnector
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, check_block, pack_block_header
-from connectors.transfer_workers import TransferWorkers, failed
+from connectors.transfer_workers import TransferWorkers, failed, refuse_bad_ids
 from core.clock import Clock
 from core.config import options_from_mapping
 from core.errors import ConfigError, ConnectorError
@@ -71,7 +72,7 @@ class LMCacheOptions:
             raise ConfigError("connector.options.op_timeout_s", self.op_timeout_s, "0.01 to 60")
 
 
-class LMCacheConnector(KVConnector):
+class LMCacheConnector(QueuedConnector):
     """Blocks in LMCache. The step thread reads what is known and queues; worker threads do all that can wait."""
 
     name = "lmcache"
@@ -128,18 +129,6 @@ class LMCacheConnector(KVConnector):
             raise ConnectorError(f"LMCache cannot be started on {self._options.path}: {error!r}") from error
         self._workers.start_threads(self._options.num_threads, "kv-lmcache")
         self._workers.request_background()
-
-    def start_load(self, transfer: Transfer) -> None:
-        """Queue a load."""
-        self._workers.start(transfer)
-
-    def start_save(self, transfer: Transfer) -> None:
-        """Queue a save."""
-        self._workers.start(transfer)
-
-    def poll_transfers(self) -> list[TransferResult]:
-        """Results since the last call."""
-        return self._workers.poll()
 
     def close(self) -> None:
         """As the interface says. LMCache ends on a thread of its own, which is left behind if it hangs."""
@@ -200,9 +189,10 @@ class LMCacheConnector(KVConnector):
             logger.warning("the folder of the lmcache store is gone; it is made anew")
 
     def _execute(self, transfer: Transfer) -> TransferResult:
-        block_ids, objects = transfer.block_ids, self._objects
-        if len(block_ids) != len(transfer.block_hashes) or not all(0 <= number < self._pool.num_blocks for number in block_ids):
-            result = failed(transfer, TransferOutcome.ERROR, "block ids are outside the pool or not one per hash")
+        objects = self._objects
+        refused = refuse_bad_ids(transfer, self._pool.num_blocks)
+        if refused is not None:
+            result = refused
         elif objects is None:
             result = failed(transfer, TransferOutcome.CANCELLED, "the connector is closed")
         else:
@@ -347,10 +337,6 @@ class LMCacheConnector(KVConnector):
     def _block(self, block_id: int) -> Bytes:
         start = block_id * self._layout.block_stride_bytes
         return self._pool_bytes[start : start + self._layout.block_bytes]
-
-    def _notify(self) -> None:
-        if self.on_result is not None:
-            self.on_result()
 
 
 def _group(names: Sequence[bytes], positions: Sequence[int]) -> list[StoredObject]:

@@ -19,12 +19,13 @@ from typing import Any
 from connectors.byte_sizes import with_parsed_sizes
 from connectors.known_blocks import KnownBlocks
 from connectors.prefix_chains import PrefixChains
+from connectors.queued_connector import QueuedConnector
 from connectors.ray.client import DirectoryConnection, DirectoryDoor, DirectoryStarter
 from connectors.ray.lane import RayLane
 from connectors.ray.link import LinkState, RayLink
 from connectors.ray.shared_pool import open_shared
 from connectors.stored_block import BlockCheck
-from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed
+from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed, refuse_bad_ids
 from core.clock import Clock
 from core.config import options_from_mapping
 from core.errors import ConfigError, ConnectorError
@@ -91,7 +92,7 @@ class RayOptions:
                 raise ConfigError(f"connector.options.{name}", getattr(self, name), f"{low} to {high}")
 
 
-class RayConnector(KVConnector):
+class RayConnector(QueuedConnector):
     """The step thread reads what is known and queues; threads of ours do all that can wait."""
 
     name = "ray"
@@ -157,18 +158,6 @@ class RayConnector(KVConnector):
         self._workers.start_threads(options.num_threads, "kv-ray")
         logger.info("KV goes to Ray at %s, namespace %s", options.address, options.namespace)
 
-    def start_load(self, transfer: Transfer) -> None:
-        """Queue a load."""
-        self._workers.start(transfer)
-
-    def start_save(self, transfer: Transfer) -> None:
-        """Queue a save."""
-        self._workers.start(transfer)
-
-    def poll_transfers(self) -> list[TransferResult]:
-        """Results since the last call."""
-        return self._workers.poll()
-
     def close(self) -> None:
         """As the interface says: all waits for the directory are cut short."""
         with self._close_mutex:  # a second caller waits for the first, and then finds nothing to do
@@ -208,10 +197,10 @@ class RayConnector(KVConnector):
 
     # -- worker threads ------------------------------------------------------------------------------------------------
     def _execute(self, transfer: Transfer) -> TransferResult:
-        block_ids = transfer.block_ids
-        if len(block_ids) != len(transfer.block_hashes) or not all(0 <= number < self._pool.num_blocks for number in block_ids):
-            result = failed(transfer, TransferOutcome.ERROR, "block ids are outside the pool or not one per hash")
-        elif not block_ids:
+        refused = refuse_bad_ids(transfer, self._pool.num_blocks)
+        if refused is not None:
+            result = refused
+        elif not transfer.block_ids:
             result = failed(transfer, TransferOutcome.OK, "")
         elif not self._ready_link.wait_up():
             outcome = TransferOutcome.CANCELLED if self._is_closed else TransferOutcome.ERROR
@@ -304,10 +293,6 @@ class RayConnector(KVConnector):
             connections, self._idle_connections = self._idle_connections, []
         for connection in connections:
             connection.stream.close()
-
-    def _notify(self) -> None:
-        if self.on_result is not None:
-            self.on_result()
 
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:

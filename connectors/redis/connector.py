@@ -17,6 +17,7 @@ from typing import Any
 from connectors.coding.block_coding import CodingOptions
 from connectors.known_blocks import KnownBlocks
 from connectors.prefix_chains import PrefixChains
+from connectors.queued_connector import QueuedConnector
 from connectors.redis.browser import RedisBrowser
 from connectors.redis.lane import LaneReport, RedisLane
 from connectors.redis.link import LinkState, RedisLink
@@ -26,7 +27,7 @@ from connectors.redis.server import Credentials, RedisServer, SentinelService
 from connectors.redis.values import BlockValues
 from connectors.store_browser import StoreBrowser
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck
-from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed
+from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed, refuse_bad_ids
 from core.clock import Clock
 from core.config import options_from_mapping
 from core.errors import ConfigError, ConnectorError
@@ -97,7 +98,7 @@ class RedisOptions:
                 raise ConfigError(f"connector.options.{name}", getattr(self, name), f"{low} to {high}")
 
 
-class RedisConnector(KVConnector):
+class RedisConnector(QueuedConnector):
     """Blocks in one server. The step thread reads what is known and queues; threads of ours do all that can wait."""
 
     name = "redis"
@@ -144,18 +145,6 @@ class RedisConnector(KVConnector):
         self._workers.start_threads(self._options.num_threads, "kv-redis")
         logger.info("KV goes to redis at %s, namespace %s", self._server.address, self._options.namespace)
 
-    def start_load(self, transfer: Transfer) -> None:
-        """Queue a load."""
-        self._workers.start(transfer)
-
-    def start_save(self, transfer: Transfer) -> None:
-        """Queue a save."""
-        self._workers.start(transfer)
-
-    def poll_transfers(self) -> list[TransferResult]:
-        """Results since the last call."""
-        return self._workers.poll()
-
     def close(self) -> None:
         """As the interface says: all waits for the server are cut short; one for a name server is given up after seconds."""
         with self._close_mutex:  # a second caller waits for the first, and then finds nothing to do
@@ -193,10 +182,10 @@ class RedisConnector(KVConnector):
 
     # -- worker threads ------------------------------------------------------------------------------------------------
     def _execute(self, transfer: Transfer) -> TransferResult:
-        block_ids = transfer.block_ids
-        if len(block_ids) != len(transfer.block_hashes) or not all(0 <= number < self._pool.num_blocks for number in block_ids):
-            result = failed(transfer, TransferOutcome.ERROR, "block ids are outside the pool or not one per hash")
-        elif not block_ids:
+        refused = refuse_bad_ids(transfer, self._pool.num_blocks)
+        if refused is not None:
+            result = refused
+        elif not transfer.block_ids:
             result = failed(transfer, TransferOutcome.OK, "")
         elif not self._ready_link.wait_up():
             outcome = TransferOutcome.CANCELLED if self._is_closed else TransferOutcome.ERROR
@@ -323,10 +312,6 @@ class RedisConnector(KVConnector):
         except (OSError, ConnectorError, RespError) as error:
             lane.close()
             report.error = error
-
-    def _notify(self) -> None:
-        if self.on_result is not None:
-            self.on_result()
 
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:

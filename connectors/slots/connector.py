@@ -20,16 +20,16 @@ import numpy as np
 
 from connectors.coding.block_coding import CodingOptions
 from connectors.prefix_chains import PrefixChains
+from connectors.queued_connector import QueuedConnector
 from connectors.slots.coding import SlotCoding
 from connectors.slots.index_mirror import sequences_of
 from connectors.slots.store import SlotLayout, SlotStore, slot_bytes
 from connectors.stored_block import BlockCheck
-from connectors.transfer_workers import TransferWorkers, failed
+from connectors.transfer_workers import TransferWorkers, failed, refuse_bad_ids
 from core.clock import Clock
 from core.errors import ConfigError, ConnectorError
 from core.kv.connector import (
     ConnectorStats,
-    KVConnector,
     PrefixLookup,
     Transfer,
     TransferDirection,
@@ -57,7 +57,7 @@ class _Progress:
     faults: list[OSError] = field(default_factory=list)
 
 
-class SlotConnector(KVConnector):
+class SlotConnector(QueuedConnector):
     """Base of the connectors that keep blocks in slots.
 
     The step thread reads the mirror and queues transfers; all else happens on worker threads. A store that fails its integrity
@@ -122,18 +122,6 @@ class SlotConnector(KVConnector):
             self._num_errors += 1
         self._workers.start_threads(self._num_threads, f"kv-{self.name}")
         self._workers.request_background()
-
-    def start_load(self, transfer: Transfer) -> None:
-        """Queue a load."""
-        self._workers.start(transfer)
-
-    def start_save(self, transfer: Transfer) -> None:
-        """Queue a save."""
-        self._workers.start(transfer)
-
-    def poll_transfers(self) -> list[TransferResult]:
-        """Results since the last call."""
-        return self._workers.poll()
 
     def close(self) -> None:
         """As the interface says.
@@ -204,10 +192,9 @@ class SlotConnector(KVConnector):
 
     # -- worker threads ------------------------------------------------------------------------------------------------
     def _execute(self, transfer: Transfer) -> TransferResult:
-        if len(transfer.block_ids) != len(transfer.block_hashes) or not all(
-            0 <= block_id < self._num_pool_blocks for block_id in transfer.block_ids
-        ):
-            return failed(transfer, TransferOutcome.ERROR, "block ids are outside the pool or not one per hash")
+        refused = refuse_bad_ids(transfer, self._num_pool_blocks)
+        if refused is not None:
+            return refused
         try:
             with self._using_store() as store:
                 if store is None:
@@ -396,10 +383,6 @@ class SlotConnector(KVConnector):
         except (OSError, ConnectorError) as error:  # the next transfer or lookup meets it too, and acts on it
             logger.info("no work ahead for the %s store: %s", self.name, str(error))
             return False
-
-    def _notify(self) -> None:
-        if self.on_result is not None:
-            self.on_result()
 
 
 def _count_leading(is_ok: Callable[[int], bool], num_positions: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from connectors.byte_sizes import readable_bytes
 from connectors.prefix_chains import PrefixChains
+from connectors.queued_connector import QueuedConnector
 from connectors.stored_block import BlockCheck
 from connectors.tcp.block_memory import BlockMemory, slot_bytes
 from connectors.tcp.frames import EndPoint
@@ -24,7 +25,7 @@ from connectors.tcp.options import TcpOptions, advertised_address, read_secret, 
 from connectors.tcp.pull import Pull, PullReport
 from connectors.tcp.server import BlockServer
 from connectors.tcp.source import Source
-from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed
+from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed, refuse_bad_ids
 from core.addresses import is_loopback
 from core.clock import Clock
 from core.errors import ConfigError
@@ -47,7 +48,7 @@ _MAX_LEASE_S = 60.0
 _JOB_BYTES = 4 * 1024 * 1024  # copied by one thread at a time
 
 
-class TcpConnector(KVConnector):
+class TcpConnector(QueuedConnector):
     """Blocks of this node in its own memory, and of others at theirs. The step thread reads what is known and queues."""
 
     name = "tcp"
@@ -142,18 +143,6 @@ class TcpConnector(KVConnector):
         self._peers = tuple(source for peer in options.peers if (source := self._source(peer)) is not None)
         logger.info("KV is served to other nodes at %s", self.kv_address)
 
-    def start_load(self, transfer: Transfer) -> None:
-        """Queue a load."""
-        self._workers.start(transfer)
-
-    def start_save(self, transfer: Transfer) -> None:
-        """Queue a save."""
-        self._workers.start(transfer)
-
-    def poll_transfers(self) -> list[TransferResult]:
-        """Results since the last call."""
-        return self._workers.poll()
-
     def close(self) -> None:
         """As the interface says: all waits for other nodes are cut short, and theirs for this one."""
         with self._close_mutex:  # a second caller waits for the first, and then finds nothing to do
@@ -188,10 +177,10 @@ class TcpConnector(KVConnector):
 
     # -- worker threads ------------------------------------------------------------------------------------------------
     def _execute(self, transfer: Transfer) -> TransferResult:
-        block_ids = transfer.block_ids
-        if len(block_ids) != len(transfer.block_hashes) or not all(0 <= number < self._pool.num_blocks for number in block_ids):
-            result = failed(transfer, TransferOutcome.ERROR, "block ids are outside the pool or not one per hash")
-        elif not block_ids:
+        refused = refuse_bad_ids(transfer, self._pool.num_blocks)
+        if refused is not None:
+            result = refused
+        elif not transfer.block_ids:
             result = failed(transfer, TransferOutcome.OK, "")
         elif transfer.direction is TransferDirection.SAVE:
             result = self._save(transfer)
@@ -310,10 +299,6 @@ class TcpConnector(KVConnector):
         with self._mutex:
             self._num_errors += 1
         logger.warning("tcp: %s", text)
-
-    def _notify(self) -> None:
-        if self.on_result is not None:
-            self.on_result()
 
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
