@@ -32,6 +32,7 @@ NODE_COLUMNS = (
     "num_waiting",
     "kv_usage",
     "connector",
+    "kv_address",
     "down_reason",
 )
 REQUEST_COLUMNS = ("request_id", "phase", "node_id", "age_s", "num_prompt_tokens", "num_output_tokens", "num_faults")

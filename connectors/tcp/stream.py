@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
 import time
 from collections.abc import Sequence
 
-from connectors.tcp.frames import HEAD_BYTES, Kind, parse_head
+from connectors.tcp.frames import (
+    CHALLENGE_BYTES,
+    HEAD_BYTES,
+    NONCE_BYTES,
+    EndPoint,
+    Kind,
+    check_challenge,
+    pack_hello,
+    pack_proof,
+    parse_head,
+)
 
 _MAX_PARTS = 512  # of one sendmsg: the kernel takes at most 1024
 
@@ -97,6 +108,21 @@ class BlockStream:
             views = _without_first(views, num_bytes)
             if views and time.monotonic() > deadline_s:
                 raise TimeoutError("it takes too long to send")
+
+
+def greet_source(stream: BlockStream, end: EndPoint) -> bytes:
+    """The puller's part of the handshake; the source's process_id. Raises OSError."""
+    hello = pack_hello(end, os.urandom(NONCE_BYTES))
+    stream.send([hello])
+    head = stream.receive(HEAD_BYTES)
+    parse_head(head, Kind.CHALLENGE)
+    challenge = head + stream.receive(CHALLENGE_BYTES - HEAD_BYTES)
+    process_id = check_challenge(end, hello, challenge)
+    if process_id == end.process_id:
+        raise ConnectionError("it is this node itself")
+    stream.send([pack_proof(end, hello, challenge)])
+    stream.receive_head(Kind.WELCOME)
+    return process_id
 
 
 def _without_first(views: list[memoryview], num_bytes: int) -> list[memoryview]:

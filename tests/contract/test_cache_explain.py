@@ -36,6 +36,8 @@ def described() -> ModelDescription:
 class Explained:
     """A store in a folder, prompts saved to it as engines do, and the command's answers."""
 
+    connector_name = "nvme"
+
     def __init__(self, folder: Path, described: ModelDescription, capsys: pytest.CaptureFixture[str]) -> None:
         self.options: dict[str, Any] = {"path": str(folder), "capacity_bytes": "200MiB"}
         self._described = described
@@ -49,23 +51,29 @@ class Explained:
         extend_block_hashes(found, self._tokenizer.encode(text, add_special_tokens=True), layout.block_size, root)
         return found
 
-    def save(self, hashes: list[bytes], layout: KVLayout | None = None, **options: Any) -> None:
+    def open_node(self, layout: KVLayout | None = None, **options: Any) -> KVNode:
         clock = SteppedClock()
-        connector = create_connector("nvme", {**self.options, **options}, clock)
-        node = KVNode(connector, clock, layout or self._described.kv_layout)
+        connector = create_connector(self.connector_name, {**self.options, **options}, clock)
+        return KVNode(connector, clock, layout or self._described.kv_layout)
+
+    def save(self, hashes: list[bytes], layout: KVLayout | None = None, **options: Any) -> None:
+        node = self.open_node(layout, **options)
         assert node.save(hashes).num_blocks_ok == len(hashes)
-        connector.close()
+        node.connector.close()
 
     def remove(self, names: list[bytes]) -> None:
         browser = open_browser("nvme", self.options)
         assert browser.remove([entry for entry in browser.entries() if entry.block_hash in names]) == len(names)
         browser.close()
 
-    def ask(self, *argv: str) -> tuple[int, str]:
+    def run(self, command: str, *argv: str) -> tuple[int, str]:
         flags = [part for key, value in self.options.items() for part in ("--connector-option", f"{key}={value}")]
-        code = main(["cache", "explain", "--connector", "nvme", *flags, *argv])
+        code = main(["cache", command, "--connector", self.connector_name, *flags, *argv])
         said = self._capsys.readouterr()
         return code, said.out + said.err
+
+    def ask(self, *argv: str) -> tuple[int, str]:
+        return self.run("explain", *argv)
 
     def ask_json(self, *argv: str) -> tuple[int, dict[str, Any]]:
         code, said = self.ask("--json", *argv)
@@ -79,7 +87,7 @@ def explained(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Explained:
-    monkeypatch.setattr("deploy.cache_explain.DEFAULT_URL", UNREACHABLE)  # a cluster may run on this machine
+    monkeypatch.setattr("deploy.cache_prompt.DEFAULT_URL", UNREACHABLE)  # a cluster may run on this machine
     return Explained(tmp_path / "store", described, capsys)
 
 
