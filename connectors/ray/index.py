@@ -7,6 +7,7 @@ A prefix is touched from its end to its beginning, so that its tail goes first.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ class StoredObject:
     num_bytes: int
     names: set[bytes] = field(default_factory=set)  # of blocks that are found here
     num_pins: int = 0  # readers that copy, writers that have still to name their blocks
+    number: int = 0  # in its store
+    last_used_s: float = 0.0  # Unix time
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class StoreIndex:
         self.dropped: list[StoredObject] = []
         self._place_by_name: dict[bytes, Place] = {}
         self._objects: OrderedDict[StoredObject, None] = OrderedDict()  # the least recently used first
+        self._numbers = itertools.count(1)
         self._num_reserved_bytes = 0
         self._num_object_bytes = 0
         self._num_evicted = 0
@@ -71,11 +75,17 @@ class StoreIndex:
     def touch(self, chain: Sequence[bytes]) -> None:
         """These were used now; chain goes from a prefix's beginning to its end."""
         last: StoredObject | None = None
+        now_s = time.time()
         for name in reversed(chain):
             place = self._place_by_name.get(name)
             if place is not None and place.stored is not last:
                 last = place.stored
+                last.last_used_s = now_s
                 self._objects.move_to_end(last)
+
+    def objects(self) -> list[StoredObject]:
+        """All, the least recently used first."""
+        return list(self._objects)
 
     def unpin(self, stored: StoredObject) -> None:
         """One reader or writer less."""
@@ -106,6 +116,7 @@ class StoreIndex:
         """An object for which room was reserved, with a pin of each writer that will commit() or unpin()."""
         self._num_reserved_bytes -= stored.num_bytes
         self._num_object_bytes += stored.num_bytes
+        stored.number, stored.last_used_s = next(self._numbers), time.time()
         self._objects[stored] = None
 
     def commit(self, stored: StoredObject, first: int, names: Sequence[bytes], headers: Sequence[bytes]) -> None:
