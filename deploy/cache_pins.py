@@ -90,7 +90,7 @@ def _line(report: dict[str, Any], is_pinned: bool) -> str:
     if is_pinned and num_stored < num_blocks:
         line += "; what is not stored cannot be pinned: have the prompt served first (`kvrelay cache explain` tells more)"
     if is_pinned and num_pinned < num_stored:
-        line += "; a store pins a quarter of its blocks at most"
+        line += "; a store pins a quarter of its blocks at most, and of tiers only nvme and shm have pins"
     return line
 
 

@@ -49,7 +49,7 @@ USAGE = """usage: kvrelay COMMAND [OPTIONS]     (kvrelay COMMAND --help lists a 
   drain          let a node, or "router", finish what it has and leave: NAME --url URL
   restart        a rolling restart of a supervised cluster: [NAME ...] --url URL
   audit          what a running cluster still holds: --url URL; exit code 1 when something is left
-  cache          looks into a store: ls, stat, verify, prune, export, import, explain (why a prompt misses)
+  cache          looks into a store: ls, stat, verify, prune, export, import, explain (why a prompt misses), pin, unpin
   keys           keys for a cluster beyond one machine: DIR; API keys: api NAME --file FILE [--admin];
                  a key for stored blocks: store FILE
   version        this version

@@ -250,6 +250,9 @@ class RayBrowser(StoreBrowser):
                 f"no directory for the Ray at {options.address} runs on this host{node}: no engine here uses that Ray now, or it"
                 " names it in another way (options address and node_ip)"
             ) from error
+        except ConnectionResetError as error:
+            reason = "it ended the connection, as one of an earlier version does, which nobody can look into"
+            raise ConnectorError(f"the directory for the Ray at {self._options.address}: {reason}") from error
         except (OSError, ConnectorError) as error:
             raise ConnectorError(f"the directory for the Ray at {self._options.address}: {error}") from error
 

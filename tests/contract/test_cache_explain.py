@@ -101,6 +101,23 @@ def test_explain_prompt_that_is_stored_shows_one_run(explained: Explained) -> No
     assert report["num_hit_tokens"] == 16 * len(hashes)
 
 
+def test_explain_finds_a_prompt_in_lmcache_files_and_in_a_tcp_node(explained: Explained, tmp_path: Path) -> None:
+    hashes = explained.hashes(PROMPT)
+    explained.save(hashes)
+    assert explained.run("export", str(tmp_path / "blocks"))[0] == 0
+    explained.connector_name, explained.options = "lmcache", {"path": str(tmp_path / "lmcache")}
+    assert explained.run("import", str(tmp_path / "blocks"))[0] == 0
+    code, said = explained.ask(PROMPT)
+    assert code == 0 and f"blocks 0 to {len(hashes) - 1}: in lmcache" in said
+    explained.connector_name, explained.options = "tcp", {"capacity_bytes": "16MiB"}
+    node = explained.open_node()
+    node.save(hashes[:3])
+    explained.options = {"peers": node.connector.kv_address}
+    code, said = explained.ask(PROMPT)
+    assert code == 1 and "blocks 0 to 2: in tcp" in said and "first miss: block 3" in said
+    node.connector.close()
+
+
 def test_explain_hole_names_the_first_missing_block_and_its_text(explained: Explained) -> None:
     hashes = explained.hashes(PROMPT)
     explained.save(hashes)
