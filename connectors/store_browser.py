@@ -103,6 +103,10 @@ class StoreBrowser(ABC):
         """Take these blocks away, except those that changed since they were listed; how many went. A store that is read
         only takes away what it finds to be damaged itself, and nothing else."""
 
+    def can_remove(self, entry: BlockEntry) -> bool:
+        """Whether a block that is intact can be taken away."""
+        return not self.why_read_only
+
     def pin(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes], *, is_pinned: bool = True) -> list[bool]:
         """Keep those blocks of a prefix that are stored from eviction, as far as the store has room for that, or no longer; which
         are pinned now. Raises ConnectorError where why_no_pins says something."""

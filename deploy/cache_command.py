@@ -172,7 +172,7 @@ def _prune(argv: list[str]) -> int:
     older_than_s = None if arguments.older_than is None else _seconds("--older-than", arguments.older_than)
     max_bytes = None if arguments.to_size is None else parse_byte_size("--to-size", arguments.to_size)
     with opened_store(arguments, "prune") as browser:
-        entries = list(_chosen(browser, arguments))
+        entries = [entry for entry in _chosen(browser, arguments) if browser.can_remove(entry)]
         chosen, num_unknown = choose_to_prune(entries, older_than_s, max_bytes, time.time())
         size = readable_bytes(sum(entry.num_bytes for entry in chosen))
         if num_unknown:

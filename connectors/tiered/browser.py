@@ -66,6 +66,12 @@ class TieredBrowser(StoreBrowser):
         by_tier = itertools.groupby(entries, key=lambda entry: int(entry.handle[0]))
         return sum(self._browsers[number].remove([entry.handle[1] for entry in of_tier]) for number, of_tier in by_tier)
 
+    def can_remove(self, entry: BlockEntry) -> bool:
+        """Whether the tier that listed it lets go of it."""
+        number, in_tier = entry.handle
+        browser: StoreBrowser = self._browsers[number]
+        return browser.can_remove(in_tier)
+
     def pin(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes], *, is_pinned: bool = True) -> list[bool]:
         """In every tier that has pins; whether any of them has each block pinned now."""
         if not self._pinning:

@@ -149,7 +149,7 @@ def test_nodes_that_are_not_named_or_not_there_are_an_error() -> None:
 
 
 def test_tier_of_a_node_is_read_and_an_import_goes_to_the_slowest_that_takes_it(
-    bench: TcpBench, browsers: list[StoreBrowser], tmp_path: Path
+    bench: TcpBench, browsers: list[StoreBrowser], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node = bench.open_node()
     node.save(chain(1, 3))
@@ -161,3 +161,7 @@ def test_tier_of_a_node_is_read_and_an_import_goes_to_the_slowest_that_takes_it(
     assert sorted(entry.place.partition(":")[0] for entry in browser.entries()) == ["nvme"] * 3 + ["tcp"] * 3
     assert names(list(browser.entries())) == set(chain(1, 3))
     assert browser.pin(LAYOUT.fingerprint, chain(1, 3)) == [True] * 3  # on disk
+    flags = [part for key, value in options.items() for part in ("--connector-option", f"{key}={value}")]
+    assert main(["cache", "prune", "--connector", "tiered", *flags, "--all", "--yes"]) == 0
+    assert "3 blocks were removed" in capsys.readouterr().out
+    assert [entry.place.partition(":")[0] for entry in browser.entries()] == ["tcp"] * 3
