@@ -6,12 +6,11 @@ sent from where it lies. Knows commands and replies only as bytes; nothing of bl
 
 from __future__ import annotations
 
-import select
 import socket
-import ssl
-import struct
 import time
 from collections.abc import Callable, Sequence
+
+from connectors.socket_stream import SocketStream, without_first
 
 Reply = int | bytes | list["Reply"] | None
 
@@ -31,60 +30,35 @@ class RespError(Exception):
         return str(self).partition(" ")[0]
 
 
-class RespStream:
-    """A connected, blocking socket on which nothing is outstanding. Used by one thread at a time; abort() by any.
+class RespStream(SocketStream):
+    """A connection on which nothing is outstanding. Bytes that are no RESP are a ConnectionError.
 
-    Every wait is bounded by timeout_s and raises TimeoutError; a broken connection or bytes that are no RESP raise OSError. After
-    any exception but those of the socket's owner the connection is out of step: close it.
+    close() is what its owner wants done with the socket. After a RespError the connection is still in step.
     """
 
     def __init__(self, connected: socket.socket, timeout_s: float, close: Callable[[], None]) -> None:
-        self._socket = connected
-        self._timeout_s = timeout_s
+        super().__init__(connected, timeout_s)
         self._close = close
         self._ahead = b""  # received, but not asked for yet
-        self._is_tls = isinstance(connected, ssl.SSLSocket)
-        if self._is_tls:
-            connected.settimeout(timeout_s)
-        else:  # blocking, with the kernel's own timeouts: one call then receives a whole value
-            connected.settimeout(None)
-            timeval = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-
-    def fileno(self) -> int:
-        """For select."""
-        return self._socket.fileno()
 
     def is_stale(self) -> bool:
         """Whether something came, or the connection ended, while nothing was asked: it must not be used then."""
-        if self._ahead:
-            return True
-        if self._is_tls:  # what can be read may be TLS's own
-            self._socket.settimeout(0.0)
-            try:
-                self._socket.recv(1)
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                return False
-            except OSError:
-                return True
-            finally:
-                self._socket.settimeout(self._timeout_s)
-            return True
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        return bool(poller.poll(0))
-
-    def abort(self) -> None:
-        """Make every wait on this connection fail, now and later. Any thread; does not raise."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # is closed already
-            return
+        return bool(self._ahead) or super().is_stale()
 
     def close(self) -> None:
         """Let go of the socket. Does not raise."""
         self._close()
+
+    def fill(self, views: Sequence[memoryview]) -> None:
+        """Receive exactly these bytes."""
+        remaining = list(views)
+        while remaining and self._ahead:
+            ahead, first = self._take_ahead(), remaining[0]
+            num_bytes = min(len(ahead), len(first))
+            first[:num_bytes] = ahead[:num_bytes]
+            self._ahead = ahead[num_bytes:]
+            remaining = without_first(remaining, num_bytes)
+        super().fill(remaining)
 
     # -- small commands ------------------------------------------------------------------------------------------------
     def exchange(self, commands: bytes, num_replies: int) -> list[Reply | RespError]:
@@ -125,7 +99,7 @@ class RespStream:
             raise ConnectionError(f"the server's reply is none that was asked for: {line[:40]!r}")
         if kind == b"$":
             payload = bytearray(length + len(CRLF))
-            self._fill([memoryview(payload)])
+            self.fill([memoryview(payload)])
             return bytes(payload[:length])
         replies = [self._read_reply(is_item=True) for _ in range(length)]
         for reply in replies:
@@ -134,23 +108,6 @@ class RespStream:
         return [reply for reply in replies if not isinstance(reply, RespError)]
 
     # -- values --------------------------------------------------------------------------------------------------------
-    def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Send these bytes, one after the other, without a copy of large ones."""
-        if self._is_tls:
-            for part in parts:
-                self._socket.sendall(part)
-            return
-        views = [memoryview(part) for part in parts]
-        deadline_s = time.monotonic() + self._timeout_s
-        while views:
-            try:
-                num_sent = self._socket.sendmsg(views)
-            except BlockingIOError as error:
-                raise TimeoutError("the server takes nothing") from error
-            views = _without_first(views, num_sent)
-            if views and time.monotonic() > deadline_s:
-                raise TimeoutError("the server takes too long to read a command")
-
     def receive_value(self, views: Sequence[memoryview], max_bytes: int = 0) -> bytearray | bool | None:
         """Receive the reply of a GET into memory: True when it is a value of exactly that size, None when there is none.
 
@@ -161,7 +118,7 @@ class RespStream:
         line = self._read_line(len(header) + len(CRLF))
         if line == header:
             end = bytearray(len(CRLF))
-            self._fill([*views, memoryview(end)])
+            self.fill([*views, memoryview(end)])
             if end != CRLF:
                 raise ConnectionError("a value does not end where it should")
             return True
@@ -173,7 +130,7 @@ class RespStream:
         if line[:1] != b"$" or length > max(expected, max_bytes):
             raise ConnectionError(f"expected a value of {expected} bytes, got {line[:40]!r}")
         value = bytearray(length + len(CRLF))
-        self._fill([memoryview(value)])
+        self.fill([memoryview(value)])
         return value[:length]
 
     def receive_status(self) -> None:
@@ -209,30 +166,6 @@ class RespStream:
             raise ConnectionError("the server closed the connection")
         return received
 
-    def _fill(self, views: Sequence[memoryview]) -> None:
-        """Receive exactly these bytes."""
-        remaining = list(views)
-        deadline_s = time.monotonic() + self._timeout_s
-        while remaining and self._ahead:
-            ahead, first = self._take_ahead(), remaining[0]
-            num_bytes = min(len(ahead), len(first))
-            first[:num_bytes] = ahead[:num_bytes]
-            self._ahead = ahead[num_bytes:]
-            remaining = _without_first(remaining, num_bytes)
-        while remaining:
-            try:
-                if self._is_tls:
-                    num_bytes = self._socket.recv_into(remaining[0])
-                else:
-                    num_bytes = self._socket.recvmsg_into(remaining, 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError as error:
-                raise TimeoutError("the server does not answer") from error
-            if not num_bytes:
-                raise ConnectionError("the server closed the connection")
-            remaining = _without_first(remaining, num_bytes)
-            if remaining and time.monotonic() > deadline_s:
-                raise TimeoutError("the server takes too long to send a value")
-
 
 def pack_command(*parts: bytes) -> bytes:
     """A command as RESP."""
@@ -247,12 +180,3 @@ def _parse_number(line: bytes) -> int:
     if line[:1] not in (b":", b"$", b"*") or (number < -1 and line[:1] != b":"):
         raise ConnectionError(f"the server's reply is no RESP: {line[:40]!r}")
     return number
-
-
-def _without_first(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of these views after their first num_bytes bytes."""
-    for index, view in enumerate(views):
-        if num_bytes < len(view):
-            return [view[num_bytes:], *views[index + 1 :]]
-        num_bytes -= len(view)
-    return []
