@@ -19,6 +19,7 @@ _READ_BYTES = 65536
 _MAX_LINE_BYTES = 4096  # of an error, or of the length before a value
 _MAX_SMALL_BYTES = 1024 * 1024  # of a reply that is no value of ours
 _MAX_ITEMS = 64
+_REDIRECTIONS = ("MOVED", "ASK", "TRYAGAIN")
 
 
 class RespError(Exception):
@@ -33,12 +34,20 @@ class RespError(Exception):
 class RespStream(SocketStream):
     """A connection on which nothing is outstanding. Bytes that are no RESP are a ConnectionError.
 
-    close() is what its owner wants done with the socket. After a RespError the connection is still in step.
+    close() is what its owner wants done with the socket. on_redirect: takes the words of a cluster's server that another has a
+    key, which then counts as not there; without it they are a refusal like others.
     """
 
-    def __init__(self, connected: socket.socket, timeout_s: float, close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        connected: socket.socket,
+        timeout_s: float,
+        close: Callable[[], None],
+        on_redirect: Callable[[RespError], None] | None = None,
+    ) -> None:
         super().__init__(connected, timeout_s)
         self._close = close
+        self._on_redirect = on_redirect
         self._ahead = b""  # received, but not asked for yet
 
     def is_stale(self) -> bool:
@@ -61,27 +70,39 @@ class RespStream(SocketStream):
         super().fill(remaining)
 
     # -- small commands ------------------------------------------------------------------------------------------------
-    def exchange(self, commands: bytes, num_replies: int) -> list[Reply | RespError]:
-        """Send commands and collect their replies; a refusal stands in its command's place."""
-        self.send([commands])
+    def receive_replies(self, num_replies: int) -> list[Reply | RespError]:
+        """Of commands that were sent; a refusal stands in its command's place."""
         return [self._read_reply() for _ in range(num_replies)]
 
-    def exchange_digits(self, commands: bytes, num_replies: int) -> bytes:
+    def receive_digits(self, num_replies: int) -> bytes:
         """The same for commands that answer with one digit each, such as EXISTS: the digits. Raises RespError for a refusal."""
-        self.send([commands])
         received, deadline_s = self._take_ahead(), time.monotonic() + self._timeout_s
         while len(received) < 4 * num_replies and b"-" not in received:  # a reply is a colon, a digit, CR, LF
             if time.monotonic() > deadline_s:
                 raise TimeoutError("the server takes too long to answer")
             received += self._receive(_READ_BYTES)
-        if len(received) == 4 * num_replies and received[0::4].count(b":") == num_replies:
-            return received[1::4]
+        digits = received[: 4 * num_replies]
+        if len(digits) == 4 * num_replies and digits[0::4].count(b":") == digits[2::4].count(b"\r") == num_replies:
+            self._ahead = received[len(digits) :]
+            return digits[1::4]
         self._ahead = received
-        for _ in range(num_replies):
-            reply = self._read_reply()
-            if isinstance(reply, RespError):
+        return b"".join(self._read_digit() for _ in range(num_replies))
+
+    def _read_digit(self) -> bytes:
+        reply = self._read_reply()
+        if isinstance(reply, RespError):
+            if not self._is_elsewhere(reply):
                 raise reply
-        raise ConnectionError("a reply is not the digit that was expected")
+            return b"0"
+        if not isinstance(reply, int) or not 0 <= reply <= 9:
+            raise ConnectionError("a reply is not the digit that was expected")
+        return b"%d" % reply
+
+    def _is_elsewhere(self, refusal: RespError) -> bool:
+        if self._on_redirect is None or refusal.word not in _REDIRECTIONS:
+            return False
+        self._on_redirect(refusal)
+        return True
 
     def _read_reply(self, *, is_item: bool = False) -> Reply | RespError:
         line = self._read_line(_READ_BYTES)
@@ -125,7 +146,10 @@ class RespStream(SocketStream):
         if line == b"$-1":
             return None
         if line[:1] == b"-":
-            raise RespError(line[1:].decode(errors="replace"))
+            refusal = RespError(line[1:].decode(errors="replace"))
+            if self._is_elsewhere(refusal):
+                return None
+            raise refusal
         length = _parse_number(line)
         if line[:1] != b"$" or length > max(expected, max_bytes):
             raise ConnectionError(f"expected a value of {expected} bytes, got {line[:40]!r}")
@@ -133,11 +157,14 @@ class RespStream(SocketStream):
         self.fill([memoryview(value)])
         return value[:length]
 
-    def receive_status(self) -> None:
-        """Receive the reply of a SET. Raises RespError for a refusal."""
+    def receive_status(self) -> bool:
+        """Receive the reply of a SET; False when another server has the key. Raises RespError for a refusal."""
         reply = self._read_reply()
-        if isinstance(reply, RespError):
-            raise reply
+        if not isinstance(reply, RespError):
+            return True
+        if self._is_elsewhere(reply):
+            return False
+        raise reply
 
     # -- inside --------------------------------------------------------------------------------------------------------
     def _take_ahead(self) -> bytes:
