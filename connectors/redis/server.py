@@ -28,6 +28,7 @@ from core.errors import ConfigError, ConnectorError
 
 Node = tuple[str, int]  # host and port of a cluster's server
 SOLE_NODE: Node = ("", 0)  # where there is no cluster
+_CLIENT_FAULTS = (redis.RedisError, redis.RedisClusterException, OSError)  # the second is not one of the first
 URL_FIELD = "connector.options.url"
 _URL_FORMS = "redis://HOST:PORT/DB, rediss://… (TLS) or unix:///PATH?db=DB, with redis-py's query arguments (ssl_ca_certs=PATH)"
 # What is ours to decide, and what would need redis-py's own reader.
@@ -184,7 +185,7 @@ class RedisServer:
         startup_nodes = [ClusterNode(host, port) for host, port in nodes]  # type: ignore[no-untyped-call]
         try:
             client = redis.RedisCluster(startup_nodes=startup_nodes, ssl=is_tls, **settings)
-        except (redis.RedisError, OSError) as error:
+        except _CLIENT_FAULTS as error:
             raise ConnectorError(f"no connection to the {self.address}: {error}") from error
         return RedisClient(client, self.address)
 
@@ -194,7 +195,7 @@ class RedisServer:
             return {}
         try:
             host, port = self._sentinels.discover_master(self._service_name)  # type: ignore[no-untyped-call]
-        except (redis.RedisError, OSError) as error:
+        except _CLIENT_FAULTS as error:
             raise ConnectorError(f"no sentinel knows the {self.address}: {error}") from error
         return {"host": host, "port": port}
 
@@ -229,7 +230,7 @@ class RedisClient:
             pipeline.execute_command(command[0].decode(), *command[1:])
         try:
             return list(pipeline.execute(raise_on_error=False))
-        except (redis.RedisError, OSError) as error:
+        except _CLIENT_FAULTS as error:
             raise ConnectorError(f"{self._address}: {error}") from error
 
     def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
@@ -238,7 +239,7 @@ class RedisClient:
         while True:
             try:
                 keys = list(itertools.islice(found, count))
-            except (redis.RedisError, OSError) as error:
+            except _CLIENT_FAULTS as error:
                 raise ConnectorError(f"{self._address}: {error}") from error
             if not keys:
                 return
@@ -251,7 +252,7 @@ class RedisClient:
                 found = list(self._client.info("memory", target_nodes=redis.RedisCluster.PRIMARIES).values())
             else:
                 found = [self._client.info("memory")]
-        except (redis.RedisError, OSError) as error:
+        except _CLIENT_FAULTS as error:
             raise ConnectorError(f"{self._address}: {error}") from error
         limits = [int(fields.get("maxmemory", 0)) for fields in found]
         return sum(limits) if all(limits) else 0
