@@ -241,7 +241,7 @@ class RedisLink:
             return None
         try:
             self._greet(streams)
-        except (OSError, RespError) as error:
+        except (OSError, ConnectorError, RespError) as error:
             streams.close()
             self._complain(f"{self._server.address} does not serve: {error}")
             return None
@@ -301,7 +301,7 @@ class RedisLink:
                     self.note_status(streams.ask_each(STATUS_COMMANDS, NUM_STATUS_REPLIES))
                     status_due_s = time.monotonic() + _STATUS_INTERVAL_S
                     self._last_complaint = ""  # it is well: what happens next is news
-        except (OSError, RespError) as error:
+        except (OSError, ConnectorError, RespError) as error:
             self.num_errors += not self._is_closing
             self._complain(f"lost {self._server.address}: {error}")
             return error
