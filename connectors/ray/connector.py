@@ -53,7 +53,7 @@ class RayOptions:
     this host, where that was given. auth: how that Ray was started, "disabled" or "token" (RAY_AUTH_MODE). Ray runs as our user.
 
     namespace separates stores. capacity_bytes bounds one store on one node, and is taken from that node's object store memory;
-    object_bytes the objects in it: a save that is larger becomes several. A store ends linger_s after its last user.
+    object_bytes the objects of many blocks each that it keeps there. A store ends linger_s after its last user.
     num_threads transfers move at the same time. op_timeout_s bounds every wait for the directory. max_known_hashes bounds what a
     process remembers of the store, at about 150 bytes each; lookup_batch_size is how many blocks are asked about at once.
     """
@@ -136,7 +136,7 @@ class RayConnector(QueuedConnector):
         options, layout = self._options, pool.layout
         self._pool, self._layout = pool, layout
         self._pool_descriptor = open_shared(pool)
-        self._lane = RayLane(pool, options.object_bytes, self._workers.run_jobs)
+        self._lane = RayLane(pool, self._workers.run_jobs)
         hello = {
             "namespace": options.namespace,
             "layout": layout.fingerprint.hex(),

@@ -13,11 +13,12 @@ import numpy as np
 
 from connectors.ray.client import DirectoryConnection
 from connectors.ray.messages import ABSENT, LOCATED_BLOCK, Operation, StoreStatus, pack_chain, pack_names, pack_put
-from connectors.stored_block import BlockCheck, check_block, pack_block_header
+from connectors.stored_block import BlockCheck, check_block
 from core.kv.pool_memory import KVPoolMemory
 
 _PIECE_BYTES = 3 * 1024 * 1024  # one thread's share of a load
-_MAX_OUTSTANDING = 2  # objects of one save: headers of the second are computed while the first is made
+_PUT_BYTES = 8 * 1024 * 1024  # of a save, asked for at once: whether it should stop is looked at between them
+_MAX_OUTSTANDING = 2  # of these, so that the directory need not wait for us
 
 Job = Callable[[], None]
 
@@ -43,12 +44,12 @@ class SaveReport:
 class RayLane:
     """Moves blocks between a pool and a store. Any number of threads, each with a connection of its own."""
 
-    def __init__(self, pool: KVPoolMemory, object_bytes: int, run_jobs: Callable[[Sequence[Job]], None]) -> None:
+    def __init__(self, pool: KVPoolMemory, run_jobs: Callable[[Sequence[Job]], None]) -> None:
         """run_jobs: runs all of these, on several threads where it can."""
         self._pool = pool
         self._layout = pool.layout
         self._pool_bytes = np.frombuffer(pool.buffer, dtype=np.uint8)
-        self._num_per_object = max(1, object_bytes // pool.layout.block_bytes)
+        self._num_per_put = max(1, _PUT_BYTES // pool.layout.block_bytes)
         self._run_jobs = run_jobs
 
     def load(
@@ -116,13 +117,14 @@ class RayLane:
         stored = report.stored
         first_positions = {name: position for position, name in reversed(list(enumerate(names))) if name not in stored}
         missing = sorted(first_positions.values())
-        groups = [missing[first : first + self._num_per_object] for first in range(0, len(missing), self._num_per_object)]
+        groups = [missing[first : first + self._num_per_put] for first in range(0, len(missing), self._num_per_put)]
         num_sent = num_answered = 0
         while num_answered < len(groups):
             if num_sent < len(groups) and num_sent - num_answered < _MAX_OUTSTANDING and not should_stop():
                 group = groups[num_sent]
                 stream.begin()
-                self._send(connection, [names[position] for position in group], [block_ids[position] for position in group], kept)
+                group_names, group_ids = [names[position] for position in group], [block_ids[position] for position in group]
+                stream.send(Operation.PUT, pack_put(group_names, group_ids, kept))
                 num_sent += 1
                 continue
             if num_answered == num_sent:  # it should stop
@@ -136,15 +138,3 @@ class RayLane:
             if not all(flags):  # no more room
                 groups = groups[:num_sent]
         return report
-
-    def _send(
-        self, connection: DirectoryConnection, names: Sequence[bytes], block_ids: Sequence[int], kept: Sequence[bytes]
-    ) -> None:
-        """The directory begins to read these blocks while we compute their headers."""
-        connection.stream.send(Operation.PUT, pack_put(names, block_ids, kept))
-        fingerprint = self._layout.fingerprint
-        headers = [
-            pack_block_header(fingerprint, name, self._pool.block(block_id))
-            for name, block_id in zip(names, block_ids, strict=True)
-        ]
-        connection.stream.send(Operation.HEADERS, b"".join(headers))
