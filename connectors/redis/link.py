@@ -13,12 +13,13 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from connectors.known_blocks import KnownBlocks
-from connectors.redis.resp_stream import Reply, RespError, RespStream, pack_command
-from connectors.redis.server import RedisServer
+from connectors.redis.node_streams import NodeStreams
+from connectors.redis.resp_stream import Reply, RespError, pack_command
+from connectors.redis.server import Node, RedisServer
 from connectors.redis.values import BlockValues
 from core.errors import ConnectorError
 
@@ -75,13 +76,13 @@ class RedisLink:
         self._attempt_started_s: float | None = time.monotonic()
         self._is_kicked = False
         self._is_closing = False
-        self._lost_counts: tuple[int, int] | None = None  # evicted and expired keys when last seen
+        self._lost_counts: dict[Node, tuple[int, int]] = {}  # evicted and expired keys when last seen
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kv-redis-link", daemon=True)
         self._clock_offset_ms = time.time() * 1000 - time.monotonic() * 1000
         self._last_complaint = ""
-        self.num_keys = 0
+        self._num_keys: dict[Node, int] = {}
         self.num_evictions = 0
         self.max_memory_bytes = 0
         self.num_errors = 0
@@ -134,18 +135,27 @@ class RedisLink:
     def _wait_up_s(self) -> float:
         return _WAIT_CONNECTING_S if self._state is LinkState.CONNECTING else _WAIT_UP_S
 
-    def note_status(self, replies: Sequence[Reply | RespError]) -> None:
+    @property
+    def num_keys(self) -> int:
+        """Of all servers, as they said last."""
+        return sum(list(self._num_keys.values()))
+
+    def note_status(self, replies_by_node: Mapping[Node, Sequence[Reply | RespError]]) -> None:
         """Take the replies of STATUS_COMMANDS, from any connection. An epoch ends when blocks have gone since the last."""
+        for node, replies in replies_by_node.items():
+            self._note_status_of(node, replies)
+
+    def _note_status_of(self, node: Node, replies: Sequence[Reply | RespError]) -> None:
         num_keys, statistics = replies
         is_fewer = False
         if isinstance(num_keys, int):
-            is_fewer, self.num_keys = num_keys < self.num_keys, num_keys
+            is_fewer, self._num_keys[node] = num_keys < self._num_keys.get(node, 0), num_keys
         if not isinstance(statistics, bytes):  # a user who may not see them
             return
         fields = parse_info(statistics)
         counts = int(fields.get("evicted_keys", 0)), int(fields.get("expired_keys", 0))
         with self._condition:
-            last, self._lost_counts = self._lost_counts, counts
+            last, self._lost_counts[node] = self._lost_counts.get(node), counts
             is_same = last in (None, counts) and not is_fewer
             if last is not None:  # fewer than before: the server was started anew
                 self.num_evictions += counts[0] - (last[0] if counts[0] >= last[0] else 0)
@@ -178,8 +188,8 @@ class RedisLink:
     def _run(self) -> None:
         pause_s = _FIRST_RETRY_S
         while not self._is_closing:
-            stream = self._try_connect()
-            if stream is None:
+            streams = self._try_connect()
+            if streams is None:
                 self._pause(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RETRY_S)
                 continue
@@ -188,8 +198,8 @@ class RedisLink:
                 self._attempt_started_s = None
                 self._set_state(LinkState.UP)
             up_since_s = time.monotonic()
-            error = self._serve(stream)
-            stream.close()
+            error = self._serve(streams)
+            streams.close()
             self._known.begin_epoch()
             with self._condition:
                 self._being_answered = frozenset()
@@ -220,64 +230,75 @@ class RedisLink:
                 self._questions.clear()
         self._condition.notify_all()
 
-    def _try_connect(self) -> RespStream | None:
+    def _try_connect(self) -> NodeStreams | None:
+        streams = NodeStreams(self._server)
         try:
-            stream = self._server.open_stream()
+            self._server.locate()
+            streams.first_of_each()
         except ConnectorError as error:
+            streams.close()
             self._complain(str(error))
             return None
         try:
-            self._greet(stream)
+            self._greet(streams)
         except (OSError, RespError) as error:
-            stream.close()
+            streams.close()
             self._complain(f"{self._server.address} does not serve: {error}")
             return None
-        return stream
+        return streams
 
-    def _greet(self, stream: RespStream) -> None:
+    def _greet(self, streams: NodeStreams) -> None:
         """Learn the server's clock, limits and counters. Raises RespError when it does not serve (loading, wants a password)."""
         commands = pack_command(b"TIME") + pack_command(b"INFO", b"memory") + STATUS_COMMANDS
-        moment, memory, *status = stream.exchange(commands, 2 + NUM_STATUS_REPLIES)
-        if isinstance(moment, RespError):
-            raise moment
-        if isinstance(moment, list):
-            seconds, microseconds = (int(part) for part in moment if isinstance(part, bytes))
-            self._clock_offset_ms = seconds * 1000 + microseconds / 1000 - time.monotonic() * 1000
-        if isinstance(status[0], RespError) and status[0].word in ("LOADING", "NOAUTH"):
-            raise status[0]
-        fields = parse_info(memory) if isinstance(memory, bytes) else {}
-        self.max_memory_bytes = int(fields.get("maxmemory", 0))
-        policy = fields.get("maxmemory_policy", "")
+        greetings = streams.ask_each(commands, 2 + NUM_STATUS_REPLIES)
+        limits, policies = [], set()
+        for moment, memory, *status in greetings.values():
+            if isinstance(moment, RespError):
+                raise moment
+            if isinstance(moment, list):  # of a cluster, any server's: lifetimes are what counts, and they are long
+                seconds, microseconds = (int(part) for part in moment if isinstance(part, bytes))
+                self._clock_offset_ms = seconds * 1000 + microseconds / 1000 - time.monotonic() * 1000
+            if isinstance(status[0], RespError) and status[0].word in ("LOADING", "NOAUTH"):
+                raise status[0]
+            fields = parse_info(memory) if isinstance(memory, bytes) else {}
+            limits.append(int(fields.get("maxmemory", 0)))
+            policies.add(fields.get("maxmemory_policy", ""))
+        self.max_memory_bytes = sum(limits) if all(limits) else 0
+        self._num_keys = {node: self._num_keys.get(node, 0) for node in greetings}
         self._known.begin_epoch()
-        self.note_status(status)
-        if policy in _HARMFUL_POLICIES:
+        self.note_status({node: replies[2:] for node, replies in greetings.items()})
+        for policy in sorted(policies & _HARMFUL_POLICIES.keys()):
             harm, address = _HARMFUL_POLICIES[policy], self._server.address
             self._complain(f"{address} has maxmemory-policy {policy}: {harm}; volatile-ttl evicts old prefixes from their ends")
         logger.info("connected to redis at %s", self._server.address)
 
-    def _serve(self, stream: RespStream) -> Exception | None:
+    def _serve(self, streams: NodeStreams) -> Exception | None:
         """Answer questions until the connection fails, and with what; None: the link is closed."""
         poller = select.poll()
-        poller.register(stream, select.POLLIN)
         poller.register(self._wake_reader, select.POLLIN)
+        stream_by_descriptor = {stream.fileno(): stream for stream in streams.first_of_each().values()}
+        for stream in stream_by_descriptor.values():
+            poller.register(stream, select.POLLIN)
         status_due_s = time.monotonic() + _STATUS_INTERVAL_S
         unfinished: list[_Question] = []
         try:
             while not self._is_closing:
                 wait_s = 0.0 if unfinished else max(0.0, status_due_s - time.monotonic())
                 ready = {descriptor for descriptor, _event in poller.poll(wait_s * 1000)}
-                if stream.fileno() in ready and stream.is_stale():
+                if any(stream_by_descriptor[found].is_stale() for found in ready & stream_by_descriptor.keys()):
                     raise ConnectionError("the server closed the connection")
+                if self._server.has_moved:
+                    raise ConnectionError("slots have moved")
                 if self._wake_reader.fileno() in ready:
                     self._wake_reader.recv(4096)
                 unfinished += self._take_questions()
                 if unfinished:
                     now, later = unfinished[:_QUESTIONS_PER_ROUND], unfinished[_QUESTIONS_PER_ROUND:]
-                    unfinished = later + self._answer(stream, now)
+                    unfinished = later + self._answer(streams, now)
                     with self._condition:
                         self._being_answered = frozenset(question.request_id for question in unfinished)
                 if time.monotonic() >= status_due_s:
-                    self.note_status(stream.exchange(STATUS_COMMANDS, NUM_STATUS_REPLIES))
+                    self.note_status(streams.ask_each(STATUS_COMMANDS, NUM_STATUS_REPLIES))
                     status_due_s = time.monotonic() + _STATUS_INTERVAL_S
                     self._last_complaint = ""  # it is well: what happens next is news
         except (OSError, RespError) as error:
@@ -293,13 +314,13 @@ class RedisLink:
             self._questions.clear()
         return taken
 
-    def _answer(self, stream: RespStream, questions: list[_Question]) -> list[_Question]:
+    def _answer(self, streams: NodeStreams, questions: list[_Question]) -> list[_Question]:
         """One round trip: a batch of blocks of each question. Those whose chain goes on after it are to be asked again."""
         epoch = self._known.epoch
         batches = [list(itertools.islice(q.block_hashes, q.position, q.position + self._batch_size)) for q in questions]
-        commands = [self._values.exists(block_hash) for batch in batches for block_hash in batch]
-        digits = stream.exchange_digits(b"".join(commands), len(commands))
-        stored = digits.replace(b"%d" % self._values.num_parts, b"+")
+        asked = list(itertools.chain.from_iterable(batches))
+        digits, _status = streams.ask(asked, lambda position: self._values.exists(asked[position]), 1)
+        stored = b"".join(digits).replace(b"%d" % self._values.num_parts, b"+")
         unfinished, start = [], 0
         for question, batch in zip(questions, batches, strict=True):
             num_stored = len(batch) - len(stored[start : start + len(batch)].lstrip(b"+"))
