@@ -47,9 +47,17 @@ class DirectoryConnection:
     store: npt.NDArray[np.uint8]
     status: StoreStatus
 
+    def fileno(self) -> int:
+        """For poll."""
+        return self.stream.fileno()
+
     def is_stale(self) -> bool:
         """Whether an idle connection was closed by the other end."""
         return is_readable(self.stream.fileno())
+
+    def close(self) -> None:
+        """Safe to repeat."""
+        self.stream.close()
 
 
 class DirectoryDoor:

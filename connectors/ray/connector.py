@@ -22,8 +22,9 @@ from connectors.prefix_chains import PrefixChains
 from connectors.queued_connector import QueuedConnector
 from connectors.ray.client import DirectoryConnection, DirectoryDoor, DirectoryStarter
 from connectors.ray.lane import RayLane
-from connectors.ray.link import LinkState, RayLink
+from connectors.ray.link import RayLink
 from connectors.ray.shared_pool import open_shared
+from connectors.store_link import LinkState
 from connectors.stored_block import BlockCheck
 from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed, refuse_bad_ids
 from core.clock import Clock
@@ -270,7 +271,7 @@ class RayConnector(QueuedConnector):
         with self._mutex:
             connection = self._idle_connections.pop() if self._idle_connections else None
         if connection is not None and connection.is_stale():
-            connection.stream.close()
+            connection.close()
             connection = None
         if connection is None:
             assert self._door is not None
@@ -278,21 +279,21 @@ class RayConnector(QueuedConnector):
         try:
             yield connection
         except BaseException:
-            connection.stream.close()
+            connection.close()
             raise
         with self._mutex:
             is_closed = self._is_closed
             if not is_closed:
                 self._idle_connections.append(connection)
         if is_closed:
-            connection.stream.close()
+            connection.close()
 
     def _drop_idle_connections(self) -> None:
         """They would keep the memory of an object store that has ended."""
         with self._mutex:
             connections, self._idle_connections = self._idle_connections, []
         for connection in connections:
-            connection.stream.close()
+            connection.close()
 
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
