@@ -6,6 +6,7 @@ load Ray; it starts `python -m connectors.ray.directory OPTIONS` when no directo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -210,14 +211,16 @@ def _actor_name(node_id: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Make the directory of this node, once Ray can be reached. One argument, JSON: address, node_ip, auth, linger_s.
 
-    Ends when it has been made, when its standard input does (so does whoever started it), or after a failure, which it prints.
+    Ends when it has been made, when its standard input does (so does whoever started it), or after a failure, which it prints;
+    Ray's end is one.
     """
     options = json.loads(arguments[0])
     threading.Thread(target=_end_with_input, daemon=True).start()
     os.environ.update(RAY_AUTH_MODE=options["auth"], RAY_USAGE_STATS_ENABLED="0")
     import ray  # takes a while; meanwhile Ray may come
 
-    _wait_reachable(options["address"])
+    probe = _wait_reachable(options["address"])
+    threading.Thread(target=_end_with_ray, args=(probe,), daemon=True).start()
     watchdog = threading.Timer(_INIT_TIMEOUT_S, lambda: _fail(f"Ray does not answer (auth: {options['auth']})"))
     watchdog.daemon = True
     watchdog.start()
@@ -263,18 +266,27 @@ def _make_actor(ray: Any, options: dict[str, Any]) -> None:
             time.sleep(_PROBE_INTERVAL_S)
 
 
-def _wait_reachable(address: str) -> None:
+def _wait_reachable(address: str) -> socket.socket:
+    """A connection to Ray, which ends when Ray does."""
     host, _, port = address.rpartition(":")
     has_told = False
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
-            return
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=1.0)
         except OSError as error:
             if not has_told:
                 print(f"no Ray at {address} ({error}); `ray start --head --port {port}` starts one", flush=True)
                 has_told = True
             time.sleep(_PROBE_INTERVAL_S)
+
+
+def _end_with_ray(probe: socket.socket) -> None:
+    """Whatever still waits for that Ray does so for many seconds; the program that comes after this one waits for the next."""
+    probe.settimeout(None)
+    with contextlib.suppress(OSError):
+        while probe.recv(4096):
+            pass
+    _fail("Ray has ended")
 
 
 def _end_with_input() -> None:
