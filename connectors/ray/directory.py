@@ -7,7 +7,6 @@ load Ray; it starts `python -m connectors.ray.directory OPTIONS` when no directo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from connectors.huge_pages import map_file
 from connectors.ray.messages import VERSION, socket_address
 from connectors.ray.server import USABLE_FRACTION, BorrowedBlocks, DirectoryServer, Peers
 from connectors.ray.slabs import ObjectMedium
@@ -53,9 +53,12 @@ class RayMedium(ObjectMedium):
         probe = ray.put([np.zeros(1024 * 1024, dtype=np.uint8)])  # too large to be kept anywhere else
         address = _address_of(ray.get(probe, timeout=_GET_TIMEOUT_S)[0])
         self._start, end, inode = _mapping_around(address)
-        self.descriptor = _open_store_file(inode)
-        self.num_bytes = min(os.fstat(self.descriptor).st_size, end - self._start)
-        self.memory = np.frombuffer(memoryview((ctypes.c_ubyte * self.num_bytes).from_address(self._start)), dtype=np.uint8)
+        self.descriptor, writable = _open_store_file(inode)
+        try:
+            self.num_bytes = min(os.fstat(self.descriptor).st_size, end - self._start)
+            self.memory = map_file(writable, self.num_bytes, is_writable=True)
+        finally:
+            os.close(writable)
 
     def make(self, num_bytes: int) -> tuple[Any, int] | None:
         """Raises what Ray raises."""
@@ -84,15 +87,17 @@ def _mapping_around(address: int) -> tuple[int, int, int]:
     raise OSError("Ray's object store is not in a file")
 
 
-def _open_store_file(inode: int) -> int:
-    """The object store's memory, for reading. It has no name; the raylet, our parent, has it open. Raises OSError."""
+def _open_store_file(inode: int) -> tuple[int, int]:
+    """The object store's memory, for reading and for writing. It has no name; our parent, the raylet, has it open.
+
+    Raises OSError."""
     for entry in Path(f"/proc/{os.getppid()}/fd").iterdir():
         try:
             found = entry.stat()
         except OSError:
             continue
         if found.st_ino == inode and "plasma" in str(entry.readlink()):
-            return os.open(entry, os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(entry, os.O_RDONLY | os.O_CLOEXEC), os.open(entry, os.O_RDWR | os.O_CLOEXEC)
     raise OSError("the raylet does not show Ray's object store")
 
 

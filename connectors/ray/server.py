@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import mmap
 import os
 import socket
 import threading
@@ -21,7 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from connectors.huge_pages import map_file
 from connectors.ray.index import Place, StoreIndex
 from connectors.ray.messages import (
     ABSENT,
@@ -87,7 +88,7 @@ class _Session:
     block_bytes: int
     stride_bytes: int
     timeout_s: float
-    pool: mmap.mmap | None
+    pool: npt.NDArray[np.uint8] | None
     pins: list[Place] = field(default_factory=list)
     borrowed: BorrowedBlocks | None = None
 
@@ -106,7 +107,7 @@ class DirectoryServer:
         self._num_connections = 0
         self._unused_since_s = time.monotonic()
         self._is_ending = False
-        self._pools: weakref.WeakValueDictionary[tuple[int, int], mmap.mmap] = weakref.WeakValueDictionary()
+        self._pools: weakref.WeakValueDictionary[tuple[int, int], npt.NDArray[np.uint8]] = weakref.WeakValueDictionary()
         self._max_bytes = int(medium.num_bytes * USABLE_FRACTION)
         self._slabs = SlabMaker(medium, self._max_bytes, self.mutex, lambda: [store.index for store in self._stores.values()])
         threading.Thread(target=self._end_when_unused, name="ray-end", daemon=True).start()
@@ -255,14 +256,12 @@ class DirectoryServer:
             None if session.pool is None else self._medium.descriptor,
         )
 
-    def _map_pool(self, descriptor: int, num_bytes: int) -> mmap.mmap:
+    def _map_pool(self, descriptor: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         found = os.fstat(descriptor)
-        if found.st_size < num_bytes or num_bytes <= 0:
-            raise ConnectorError("a pool is smaller than its blocks")
         with self.mutex:
             pool = self._pools.get((found.st_dev, found.st_ino))
         if pool is None:
-            pool = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
+            pool = map_file(descriptor, num_bytes)
             with self.mutex:
                 self._pools[found.st_dev, found.st_ino] = pool
         return pool
@@ -365,7 +364,7 @@ class DirectoryServer:
     def _write(self, session: _Session, offsets: Sequence[int], names: Sequence[bytes], block_ids: Sequence[int]) -> list[bytes]:
         """Copy blocks out of the pool into slots; their headers. A block is hashed and copied while the core's cache has it."""
         assert session.pool is not None
-        pool, memory, num_bytes = np.frombuffer(session.pool, dtype=np.uint8), self._medium.memory, session.block_bytes
+        pool, memory, num_bytes = session.pool, self._medium.memory, session.block_bytes
         headers = []
         for offset, name, block_id in zip(offsets, names, block_ids, strict=True):
             block = pool[block_id * session.stride_bytes :][:num_bytes]

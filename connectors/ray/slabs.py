@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from connectors.huge_pages import collapse
 from connectors.ray.index import StoreIndex
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class SlabMaker:
         self._ray_turn = threading.Lock()  # whoever calls Ray; taken before the mutex
         self._retry_at_s = 0.0
         self._dropped: list[Any] = []
+        self._small_paged: list[tuple[int, int]] = []  # beginning and end of objects
         threading.Thread(target=self._run, name="ray-slabs", daemon=True).start()
 
     def grow(self, index: StoreIndex, num_slots: int, timeout_s: float) -> bool:
@@ -106,15 +108,20 @@ class SlabMaker:
                 self._dropped.append(made[0])
             else:
                 index.add_slab(*made, wanted)
+                self._small_paged.append((made[1], made[1] + wanted * index.slot_bytes))
+                self._wakeup.notify()
 
     def _run(self) -> None:
         while True:
             with self._mutex:
                 short = [index for index in self._indexes() if index.is_short_of_slots and self._next_slots(index)]
-                if not (self._dropped or short):
+                if not (self._dropped or short or self._small_paged):
                     self._wakeup.wait(_IDLE_WAIT_S)
+                small_paged, self._small_paged = self._small_paged, []
                 dropped, self._dropped = self._dropped, []
             with self._ray_turn:
                 dropped.clear()  # the last references: Ray frees these
                 for index in short:
                     self._make_slab(index, index.num_free + 1)
+            for begin, end in small_paged:
+                collapse(self._medium.memory[begin:end])
