@@ -44,6 +44,8 @@ OP_TIMEOUT_S = 1.0
 LINGER_S = 2.0
 # A machine with other work: what is bounded by OP_TIMEOUT_S, or takes Ray two seconds, must not take many times that.
 PATIENCE_S = 30.0
+# Once Ray is well, its store is used in half the time that Ray takes to start on this machine now, or two thirds (measured).
+MAX_STARTS = 3
 FAILURES = {TransferOutcome.ERROR, TransferOutcome.TIMEOUT}
 
 
@@ -129,9 +131,9 @@ def bench(ray_node: RayNode) -> Iterator[Bench]:
     assert open_descriptors() - descriptors == Counter()
 
 
-def wait_recovered(node: Node, seed: int = 900) -> None:
+def wait_recovered(node: Node, seed: int = 900, within_s: float = PATIENCE_S) -> None:
     """Until a save and a load work, which must be soon."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + within_s
     while node.save(chain(seed, 2, node.layout)).outcome is not TransferOutcome.OK:
         assert time.monotonic() < deadline_s, "the store is not used"
         time.sleep(0.02)
@@ -146,7 +148,7 @@ def wait_missed(node: Node, hashes: list[bytes]) -> None:
 
 
 # -- a Ray that is not there --------------------------------------------------------------------------------------------------
-def test_ray_down_at_start_is_a_miss_and_used_when_it_comes(bench: Bench) -> None:
+def test_ray_down_at_start_is_a_miss_and_used_soon_after_it_comes(bench: Bench) -> None:
     bench.ray.kill()
     node = bench.open_node(is_ready=False)
     wait_missed(node, chain(1, 4))
@@ -154,11 +156,11 @@ def test_ray_down_at_start_is_a_miss_and_used_when_it_comes(bench: Bench) -> Non
     assert node.load(chain(1, 4)).outcome is TransferOutcome.ERROR
     assert not node.stats().is_reachable
     bench.ray.start()
-    wait_recovered(node)
+    wait_recovered(node, within_s=MAX_STARTS * bench.ray.start_s)
 
 
 @pytest.mark.parametrize("part", ["all", "raylet", "gcs_server", "directory"])
-def test_ray_or_a_part_of_it_killed_in_the_middle_gives_one_result_each_and_is_used_again(bench: Bench, part: str) -> None:
+def test_ray_or_a_part_of_it_killed_in_the_middle_gives_one_result_each_and_is_used_again_soon(bench: Bench, part: str) -> None:
     node = bench.open_node(REAL_LAYOUT)
     hashes = chain(1, 16, REAL_LAYOUT)
     assert node.save(hashes).outcome is TransferOutcome.OK
@@ -176,7 +178,7 @@ def test_ray_or_a_part_of_it_killed_in_the_middle_gives_one_result_each_and_is_u
         wait_missed(node, hashes)
         bench.ray.start()
     assert bytes(node.pool.buffer) == before
-    wait_recovered(node)
+    wait_recovered(node, within_s=MAX_STARTS * bench.ray.start_s)
     assert node.load(hashes).num_blocks_ok == 0  # it was started empty
     assert node.save(hashes).outcome is TransferOutcome.OK
     assert node.load(hashes).num_blocks_ok == 16
