@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import mmap
 import os
 import socket
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from connectors.ray.index import StoredObject, StoreIndex
+import numpy as np
+import numpy.typing as npt
+
+from connectors.huge_pages import map_file
+from connectors.ray.index import Place, StoreIndex
 from connectors.ray.messages import (
     ABSENT,
     LOCATED_BLOCK,
@@ -32,13 +35,15 @@ from connectors.ray.messages import (
     unpack_names,
     unpack_put,
 )
-from connectors.ray.put_queue import ObjectMedium, PutJob, PutQueue
-from connectors.stored_block import BLOCK_HEADER_BYTES
+from connectors.ray.slabs import ObjectMedium, SlabMaker
+from connectors.stored_block import BLOCK_HEADER_BYTES, pack_block_header
 from core.errors import ConnectorError
 
 logger = logging.getLogger(__name__)
 
-_USABLE_FRACTION = 0.8  # of the object store: what is freed is not free at once, and memory gets fragmented
+USABLE_FRACTION = (
+    0.8  # of the object store: what is freed is not free at once, memory gets fragmented, and other nodes' blocks come
+)
 _TICK_S = 0.2
 _SEND_TIMEOUT_S = 10.0
 _NO_HEADER = bytes(BLOCK_HEADER_BYTES)
@@ -79,12 +84,12 @@ class _Session:
     stream: FrameStream
     key: str
     store: _Store
+    fingerprint: bytes
     block_bytes: int
     stride_bytes: int
-    object_bytes: int
     timeout_s: float
-    pool: mmap.mmap | None
-    pins: list[StoredObject] = field(default_factory=list)
+    pool: npt.NDArray[np.uint8] | None
+    pins: list[Place] = field(default_factory=list)
     borrowed: BorrowedBlocks | None = None
 
 
@@ -102,9 +107,9 @@ class DirectoryServer:
         self._num_connections = 0
         self._unused_since_s = time.monotonic()
         self._is_ending = False
-        self._pools: weakref.WeakValueDictionary[tuple[int, int], mmap.mmap] = weakref.WeakValueDictionary()
-        self._puts = PutQueue(medium, self.mutex)
-        self._max_bytes = int(medium.num_bytes * _USABLE_FRACTION)
+        self._pools: weakref.WeakValueDictionary[tuple[int, int], npt.NDArray[np.uint8]] = weakref.WeakValueDictionary()
+        self._max_bytes = int(medium.num_bytes * USABLE_FRACTION)
+        self._slabs = SlabMaker(medium, self._max_bytes, self.mutex, lambda: [store.index for store in self._stores.values()])
         threading.Thread(target=self._end_when_unused, name="ray-end", daemon=True).start()
 
     def listen(self, address: bytes) -> None:
@@ -125,14 +130,28 @@ class DirectoryServer:
             self._listener_by_address[address] = listener
         threading.Thread(target=self._accept, args=(listener,), name="ray-accept", daemon=True).start()
 
-    def places(self, key: str, names: Sequence[bytes]) -> list[tuple[StoredObject, int, bytes] | None]:
-        """For other nodes' directories: each block's object, position in it and header."""
+    @contextlib.contextmanager
+    def pinned(self, key: str, names: Sequence[bytes]) -> Iterator[tuple[int, list[Place | None]]]:
+        """For other nodes' directories: the size of blocks, and where these are, and stay meanwhile."""
         with self.mutex:
             store = self._stores.get(key)
-            found = [store.index.find(name) if store else None for name in names]
             if store is not None:
-                store.index.touch([name for name, place in zip(names, found, strict=True) if place])
-            return [(place.stored, place.position, place.header) if place else None for place in found]
+                index, slabs = store.index, list(store.index.slabs)  # kept, should the store end meanwhile
+                index.touch(names)
+                places = [index.find(name) for name in names]
+                found = [place for place in places if place]
+                for place in found:
+                    place.num_pins += 1
+        if store is None:
+            yield 1, [None] * len(names)
+            return
+        try:
+            yield index.block_bytes, places
+        finally:
+            with self.mutex:
+                for place in found:
+                    index.unpin(place)
+            slabs.clear()
 
     # -- connections ---------------------------------------------------------------------------------------------------
     def _accept(self, listener: socket.socket) -> None:
@@ -165,8 +184,7 @@ class DirectoryServer:
         for key, store in list(self._stores.items()):
             if not store.num_connections and now_s - store.unused_since_s >= store.linger_s:
                 del self._stores[key]
-                store.index.clear()
-                self._puts.drop(store.index)
+                self._slabs.drop(store.index)
         if self._num_connections:
             self._unused_since_s = now_s
         return not self._stores and now_s - self._unused_since_s >= self._linger_s
@@ -209,7 +227,8 @@ class DirectoryServer:
                 raise ConnectorError("a connection begins without HELLO")
             try:
                 hello = json.loads(body)
-                key = f"{hello['namespace']}/{bytes.fromhex(hello['layout']).hex()}"
+                fingerprint = bytes.fromhex(hello["layout"])
+                key = f"{hello['namespace']}/{fingerprint.hex()}"
                 numbers = [
                     int(hello[name]) for name in ("block_bytes", "stride_bytes", "num_blocks", "capacity_bytes", "object_bytes")
                 ]
@@ -220,11 +239,12 @@ class DirectoryServer:
             pool = None if descriptor is None else self._map_pool(descriptor, stride_bytes * num_blocks)
             with self.mutex:
                 if key not in self._stores:
-                    self._stores[key] = _Store(StoreIndex(min(capacity_bytes, self._max_bytes), block_bytes), linger_s)
+                    index = StoreIndex(min(capacity_bytes, self._max_bytes), block_bytes, object_bytes)
+                    self._stores[key] = _Store(index, linger_s)
                 store = self._stores[key]
                 store.linger_s = linger_s
                 store.num_connections += 1
-            return _Session(stream, key, store, block_bytes, stride_bytes, object_bytes, timeout_s, pool)
+            return _Session(stream, key, store, fingerprint, block_bytes, stride_bytes, timeout_s, pool)
 
     def _welcome(self, session: _Session) -> None:
         """Answer HELLO. Raises OSError: the session counts already, and has to end."""
@@ -236,25 +256,22 @@ class DirectoryServer:
             None if session.pool is None else self._medium.descriptor,
         )
 
-    def _map_pool(self, descriptor: int, num_bytes: int) -> mmap.mmap:
+    def _map_pool(self, descriptor: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         found = os.fstat(descriptor)
-        if found.st_size < num_bytes or num_bytes <= 0:
-            raise ConnectorError("a pool is smaller than its blocks")
         with self.mutex:
             pool = self._pools.get((found.st_dev, found.st_ino))
         if pool is None:
-            pool = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
+            pool = map_file(descriptor, num_bytes)
             with self.mutex:
                 self._pools[found.st_dev, found.st_ino] = pool
         return pool
 
     def _release(self, session: _Session) -> None:
         """The caller holds the mutex."""
-        for stored in session.pins:
-            session.store.index.unpin(stored)
+        for place in session.pins:
+            session.store.index.unpin(place)
         session.pins.clear()
         session.borrowed = None
-        self._puts.drop(session.store.index)
 
     # -- questions -----------------------------------------------------------------------------------------------------
     def _answer(self, session: _Session, operation: Operation, body: bytes) -> None:
@@ -281,7 +298,6 @@ class DirectoryServer:
         elif operation is Operation.FORGET:
             with self.mutex:
                 index.forget(unpack_names(body))
-                self._puts.drop(index)
             answer = b""
         else:
             raise ConnectorError("a question of an unknown kind")
@@ -303,9 +319,9 @@ class DirectoryServer:
             self._release(session)
             index.touch([*ancestors, *names])
             found = {name: place for name in names if (place := index.find(name))}
-            session.pins = list({place.stored for place in found.values()})
-            for stored in session.pins:
-                stored.num_pins += 1
+            session.pins = list(found.values())
+            for place in session.pins:
+                place.num_pins += 1
         missing = [name for name in names if name not in found]
         borrowed = self._peers.fetch(session.key, missing, session.timeout_s / 2) if missing else BorrowedBlocks({}, None)
         session.borrowed = borrowed
@@ -319,52 +335,39 @@ class DirectoryServer:
         pool, stride_bytes = session.pool, session.stride_bytes
         if pool is None or any((block_id + 1) * stride_bytes > len(pool) for block_id in block_ids):
             raise ConnectorError("PUT of blocks outside the pool")
-        index, job = session.store.index, None
+        index = session.store.index
         with self.mutex:
-            index.touch(kept)
             new = [position for position, name in enumerate(names) if index.find(name) is None]
-            room_bytes = self._max_bytes - sum(store.index.num_bytes for store in self._stores.values())
-            del new[index.reserve(len(new), kept, room_bytes) :]
-            self._puts.drop(index)
-            if new:
-                new_ids = [block_ids[position] for position in new]
-                runs = _runs(memoryview(pool), new_ids, stride_bytes, session.block_bytes)
-                job = PutJob(index, runs, len(new), session.block_bytes, session.object_bytes)
-        if job is not None and not self._puts.run(job, session.timeout_s / 2):
+        does_ray_answer = self._slabs.grow(index, len(new), session.timeout_s / 2)
+        with self.mutex:
+            index.evict(len(new) - index.num_free, [*kept, *names])
+            offsets = index.take(len(new))
+            self._slabs.wake()
+        if new and not offsets and not does_ray_answer:
             return b"", "Ray does not answer the directory"
-        stored = None if job is None else job.stored
+        del new[len(offsets) :]
+        new_names = [names[position] for position in new]
         try:
-            session.stream.begin()
-            headers = self._receive_headers(session, len(names))
+            headers = self._write(session, offsets, new_names, [block_ids[position] for position in new])
         except BaseException:
             with self.mutex:
-                if stored is not None:  # the writer has gone
-                    index.unpin(stored)
-                    self._puts.drop(index)
+                index.free(offsets)
             raise
         with self.mutex:
-            if job is not None and stored is not None:
-                index.commit(stored, job.first, [names[i] for i in new], [headers[i] for i in new])
-                self._puts.drop(index)
+            index.commit(new_names, offsets, headers)
+            index.touch(kept)
             flags = bytearray(index.find(name) is not None for name in names)
         for position in new:
             flags[position] *= 2
         return bytes(flags), ""
 
-    def _receive_headers(self, session: _Session, count: int) -> list[bytes]:
-        operation, body, _descriptor = session.stream.receive()
-        if operation is not Operation.HEADERS or len(body) != count * BLOCK_HEADER_BYTES:
-            raise ConnectorError("PUT without its headers")
-        return [body[start : start + BLOCK_HEADER_BYTES] for start in range(0, len(body), BLOCK_HEADER_BYTES)]
-
-
-def _runs(pool: memoryview, block_ids: Sequence[int], stride_bytes: int, block_bytes: int) -> list[memoryview]:
-    """The blocks, those that lie together without a gap as one."""
-    runs: list[tuple[int, int]] = []
-    for block_id in block_ids:
-        start = block_id * stride_bytes
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], start + block_bytes)
-        else:
-            runs.append((start, start + block_bytes))
-    return [pool[start:end] for start, end in runs]
+    def _write(self, session: _Session, offsets: Sequence[int], names: Sequence[bytes], block_ids: Sequence[int]) -> list[bytes]:
+        """Copy blocks out of the pool into slots; their headers. A block is hashed and copied while the core's cache has it."""
+        assert session.pool is not None
+        pool, memory, num_bytes = session.pool, self._medium.memory, session.block_bytes
+        headers = []
+        for offset, name, block_id in zip(offsets, names, block_ids, strict=True):
+            block = pool[block_id * session.stride_bytes :][:num_bytes]
+            headers.append(pack_block_header(session.fingerprint, name, block.data))
+            np.copyto(memory[offset : offset + num_bytes], block)  # lets go of the GIL, as the hash does
+        return headers

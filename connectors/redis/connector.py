@@ -21,12 +21,13 @@ from connectors.queued_connector import QueuedConnector
 from connectors.redis.browser import RedisBrowser
 from connectors.redis.cluster import CLUSTER_FIELD, RedisCluster
 from connectors.redis.lane import LaneReport, RedisLane
-from connectors.redis.link import LinkState, RedisLink
+from connectors.redis.link import RedisLink
 from connectors.redis.prefix_expiry import PrefixExpiry
 from connectors.redis.resp_stream import RespError
 from connectors.redis.server import Credentials, RedisServer, SentinelService
 from connectors.redis.values import BlockValues
 from connectors.store_browser import StoreBrowser
+from connectors.store_link import LinkState
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck
 from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed, refuse_bad_ids
 from core.clock import Clock

@@ -11,8 +11,8 @@ from typing import Any
 
 from connectors.contract.node import HANG_S, LAYOUT
 from connectors.ray.messages import FrameStream, Operation
-from connectors.ray.put_queue import ObjectMedium
 from connectors.ray.server import BorrowedBlocks, DirectoryServer, Peers
+from connectors.ray.slabs import ObjectMedium
 
 LINGER_S = 0.2
 HELLO = {
@@ -32,11 +32,8 @@ class NoMedium(ObjectMedium):
     descriptor = -1
     num_bytes = 2**20
 
-    def make(self, runs: Sequence[memoryview], block_bytes: int) -> tuple[Any, list[int]] | None:
+    def make(self, num_bytes: int) -> tuple[Any, int] | None:
         return None
-
-    def prepare(self) -> bool:
-        return False
 
 
 class NoPeers(Peers):
