@@ -1,39 +1,29 @@
-"""Objects in LMCache: its StorageManager in this process, with its native file tier under it. The one file that imports LMCache.
-
-Says what was stored and what was read, within bounds of time; verifies nothing. See lmcache.py, which does.
-"""
+"""Objects in LMCache: its StorageManager in this process, with its native file tier under it."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import logging
 import shutil
 import tempfile
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from connectors.file_lock import Lease, has_live_lease, locked_directory
+from connectors.lmcache.library import FSNativeL2AdapterConfig, L2AdaptersConfig, api, config, internal_api, storage_manager
 from connectors.lmcache.object_directory import MAX_BLOCKS_PER_OBJECT, ObjectDirectory, StoredObject
+from connectors.lmcache.object_store import Bytes, ObjectStore, Reading
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.errors import ConfigError
 from core.kv.layout import PAGE_BYTES, KVLayout
 
-# LMCache reads its settings from the environment when it is imported.
-os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")  # else it sends usage statistics to its makers
-os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")  # what it calls errors are misses here
-
-from lmcache.v1.distributed import api, config, internal_api, storage_manager
-from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
-from lmcache.v1.distributed.l2_adapters.fs_native_l2_adapter import FSNativeL2AdapterConfig
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+logger = logging.getLogger(__name__)
 
 _MODEL_NAME = "kvrelay"
 _FILE_PREFIX, _FILE_SUFFIX = f"{_MODEL_NAME}@0x00000000@0@", ".data"
@@ -58,23 +48,23 @@ def _parse_file_name(text: str) -> bytes | None:
     return name if name and len(name) % 16 == 0 and len(name) <= 16 * MAX_BLOCKS_PER_OBJECT else None
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Objects that LMCache has been asked for, with its handles and the keys of each."""
-
-    batch: Sequence[StoredObject]
-    handles: list[tuple[Any, list[Any]]]
-
-
-class LMCacheObjects:
-    """The objects of one KV layout, in <path>/<layout>. Any thread; no two may write the same object at once.
+class LMCacheObjects(ObjectStore):
+    """The objects of one KV layout, in <path>/<layout>.
 
     LMCache's memory is ours to fill and to empty: its own eviction looks only now and then, and writing would fail meanwhile.
     """
 
     def __init__(
-        self, path: str, layout: KVLayout, memory_bytes: int, caches_in_memory: bool, op_timeout_s: float, num_threads: int
+        self,
+        path: str,
+        layout: KVLayout,
+        capacity_bytes: int,
+        memory_bytes: int,
+        caches_in_memory: bool,
+        op_timeout_s: float,
+        num_threads: int,
     ) -> None:
+        self.capacity_bytes = capacity_bytes
         self.unit_bytes = BLOCK_HEADER_BYTES + layout.block_bytes
         self._object_bytes = -(-self.unit_bytes * MAX_BLOCKS_PER_OBJECT // PAGE_BYTES) * PAGE_BYTES
         num_shares = 2 * num_threads + 2  # each thread's batch, with as much left over as the cache keeps
@@ -116,6 +106,15 @@ class LMCacheObjects:
                     shutil.rmtree(path, ignore_errors=True)
             scratch = Path(tempfile.mkdtemp(prefix=_TMP_PREFIX, dir=self._folder))
             return scratch, Lease(scratch, 0)
+
+    def refresh(self) -> tuple[Sequence[bytes], Sequence[bytes]]:
+        """As the interface says."""
+        was_present = self.directory.is_present
+        changes = self.directory.refresh()
+        if was_present and not self.directory.is_present:
+            self.num_faults += 1
+            logger.warning("the folder %s is gone; it is made anew", self._folder)
+        return changes
 
     def batches(self, objects: Sequence[StoredObject]) -> Iterator[Sequence[StoredObject]]:
         """Parts that LMCache's memory has room for."""
@@ -218,7 +217,7 @@ class LMCacheObjects:
         except OSError:
             return False
 
-    def let_go_of_late_reads(self) -> None:
+    def tidy(self) -> None:
         """Reads that were given up hold memory until they have ended."""
         with self._mutex:
             late, self._late_reads = self._late_reads, []
