@@ -1,7 +1,7 @@
 """The `lmcache` connector: LMCache inside this process, over its native file tier, or a server of LMCache's on this host.
 
 Objects hold several of our blocks, each with our header, since LMCache verifies nothing; an index says which objects there are.
-Every wait is bounded: what LMCache has not done in time is a miss. Nothing of LMCache is imported unless this connector is chosen.
+Every wait is bounded: what LMCache has not done in time is a miss. Nothing of LMCache is imported unless it is chosen.
 """
 
 from __future__ import annotations

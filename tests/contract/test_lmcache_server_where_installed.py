@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,10 +13,9 @@ import pytest
 
 from connectors.contract.contract import ConnectorContract
 from connectors.contract.harness import ConnectorHarness
-from connectors.contract.node import LAYOUT, Node, SteppedClock, chain, wait_until
+from connectors.contract.node import LAYOUT, SteppedClock
 from connectors.lmcache.object_directory import StoredObject
 from connectors.stored_block import BLOCK_HEADER_BYTES
-from core.kv.connector import PrefixLookup, TransferOutcome
 from tests.support.lmcache_server import LMCacheServerProcess
 
 IS_INSTALLED = importlib.util.find_spec("lmcache") is not None
