@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import importlib.util
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from connectors.contract.contract import ConnectorContract
+from connectors.contract.contract import ConnectorContract, open_descriptors
 from connectors.contract.harness import ConnectorHarness
-from connectors.contract.node import LAYOUT, SteppedClock
+from connectors.contract.node import LAYOUT, Node, SteppedClock, chain, wait_until
 from connectors.lmcache.object_directory import StoredObject
+from connectors.registry import create_connector
 from connectors.stored_block import BLOCK_HEADER_BYTES
+from core.errors import ConfigError
+from core.kv.connector import PrefixLookup, TransferOutcome
 from tests.support.lmcache_server import LMCacheServerProcess
 
 IS_INSTALLED = importlib.util.find_spec("lmcache") is not None
@@ -117,3 +125,154 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheServerPr
 
 class TestLMCacheServer(ConnectorContract):
     harness_type = LMCacheServerHarness
+
+
+class Bench:
+    """A server of its own, and nodes on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = LMCacheServerProcess(folder / "server", 0.05)
+        self._nodes: list[Node] = []
+
+    def open_node(self, **options: Any) -> Node:
+        settings = {"mode": "server", "server": self.server.address, "http": self.server.http_address}
+        clock = SteppedClock()
+        node = Node(create_connector("lmcache", {**settings, "op_timeout_s": OP_TIMEOUT_S, **options}, clock), clock)
+        self._nodes.append(node)
+        return node
+
+    def close(self) -> None:
+        for node in self._nodes:
+            started_s = time.monotonic()
+            node.connector.close()
+            assert time.monotonic() - started_s < PATIENCE_S
+            assert node.stats().num_open_references == 0
+        self._nodes.clear()
+        self.server.end()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    gc.collect()
+    num_threads, descriptors = threading.active_count(), open_descriptors()
+    bench = Bench(tmp_path)
+    yield bench
+    bench.close()
+    wait_until(lambda: threading.active_count() <= num_threads)
+    gc.collect()
+    assert open_descriptors() - descriptors == Counter()
+
+
+def wait_recovered(node: Node, seed: int) -> None:
+    """Until a save and a load work again, which must be soon; nobody asks for a second attempt in vain."""
+    deadline_s = time.monotonic() + RECOVERY_S
+    while node.save(chain(seed, 8)).outcome is not TransferOutcome.OK:
+        assert time.monotonic() < deadline_s, "the server is not used again"
+    assert node.load(chain(seed, 8)).num_blocks_ok == 8
+
+
+def assert_only_misses(node: Node, seed: int) -> None:
+    """Neither a hit nor a hang; the step thread is never kept waiting."""
+    for attempt in range(3):
+        started_s = time.monotonic()
+        lookup = PrefixLookup(f"away {seed} {attempt}", chain(seed, 8), LAYOUT.block_size)
+        node.connector.get_num_new_matched_tokens(lookup, 0)
+        assert time.monotonic() - started_s < 0.5
+        assert node.load(chain(seed, 8)).num_blocks_ok == 0
+        assert node.save(chain(seed + 1, 8)).num_blocks_ok == 0
+        assert time.monotonic() - started_s < PATIENCE_S
+    assert node.lookup(chain(seed, 8), request_id=f"away {seed}") == 0
+    assert node.stats().num_errors > 0
+
+
+def test_server_down_at_start_costs_misses_and_is_used_when_it_comes(bench: Bench) -> None:
+    bench.server.kill()
+    node = bench.open_node()
+    assert_only_misses(node, 1)
+    bench.server.start()
+    wait_recovered(node, 1)
+
+
+def test_server_killed_and_restarted_empty_costs_misses_and_is_used_again(bench: Bench) -> None:
+    node = bench.open_node()
+    assert node.save(chain(1, 8)).outcome is TransferOutcome.OK
+    bench.server.kill()
+    assert_only_misses(node, 1)
+    bench.server.start()
+    wait_until(lambda: node.load(chain(1, 8)).outcome is TransferOutcome.MISS)  # what was there is not believed in any longer
+    wait_recovered(node, 1)
+    assert node.lookup(chain(1, 8)) == 8
+
+
+def test_server_killed_in_the_middle_of_transfers_ends_each_with_one_result(bench: Bench) -> None:
+    node = bench.open_node()
+    node.save(chain(0, 12))
+    transfers = [node.start_save(chain(seed, 12), first_block=12 * (seed - 1)) for seed in range(1, 4)]
+    transfers += [node.start_load(chain(0, 12), first_block=40)]
+    bench.server.kill()
+    node.results(transfers)  # compares what was loaded
+    bench.server.start()
+    wait_recovered(node, 1)
+
+
+def test_server_that_hangs_costs_bounded_waits_and_is_used_again_when_it_goes_on(bench: Bench) -> None:
+    node, other = bench.open_node(), bench.open_node()
+    assert node.save(chain(1, 8)).outcome is TransferOutcome.OK
+    bench.server.pause()
+    assert_only_misses(node, 1)
+    assert_only_misses(other, 1)
+    bench.server.resume()
+    wait_recovered(node, 2)  # the very blocks that were tried in vain: what it was asked meanwhile must not block them
+    wait_recovered(other, 1)
+    wait_until(lambda: node.load(chain(1, 8)).num_blocks_ok == 8)  # a server that only hung has lost nothing
+
+
+def test_server_that_forgot_its_clients_is_told_again(bench: Bench) -> None:
+    """As it does with who has been silent for two minutes."""
+    node = bench.open_node()
+    assert node.save(chain(1, 8)).outcome is TransferOutcome.OK
+    link = node.connector._objects._link  # type: ignore[attr-defined]
+    for instance, _known_s in link._instances.values():
+        link._client.unregister_kv_cache_engine_driven_context(instance).result(5.0)
+    wait_recovered(node, 2)
+
+
+def test_objects_that_the_server_evicted_are_misses_and_can_be_saved_again(bench: Bench) -> None:
+    node = bench.open_node()
+    assert node.save(chain(1, 12)).outcome is TransferOutcome.OK
+    objects = node.connector._objects  # type: ignore[attr-defined]
+    objects._link.delete([objects.directory.find(chain(1, 12)[7])])
+    assert node.lookup(chain(1, 12)) == 12  # nobody has told
+    result = node.load(chain(1, 12))
+    assert (result.num_blocks_ok, result.outcome) == (6, TransferOutcome.MISS)
+    assert node.lookup(chain(1, 12)) == 6
+    assert node.save(chain(1, 12)).outcome is TransferOutcome.OK
+    assert node.load(chain(1, 12)).num_blocks_ok == 12
+
+
+def test_server_smaller_than_what_is_saved_keeps_what_was_used_last(bench: Bench) -> None:
+    node = bench.open_node(capacity_bytes=1024**3)  # twenty times what the server has
+    for seed in range(1, 60):
+        node.save(chain(0, 16, LAYOUT)[:4] if seed % 2 else chain(seed, 60))
+    assert node.load(chain(58, 60)).num_blocks_ok == 60
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("server", "nowhere"), ("http", "127.0.0.1:0"), ("namespace", "a/b"), ("namespace", "")]
+)
+def test_server_option_outside_what_is_allowed_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        create_connector("lmcache", {"mode": "server", name: value}, SteppedClock())
+
+
+def test_server_without_shared_memory_is_refused_with_what_it_needs(tmp_path: Path) -> None:
+    server = LMCacheServerProcess(tmp_path / "plain", 0.05, "--shm-name", "")
+    clock = SteppedClock()
+    settings = {"mode": "server", "server": server.address, "http": server.http_address}
+    node = Node(create_connector("lmcache", settings, clock), clock)
+    try:
+        result = node.save(chain(1, 2))
+        assert (result.outcome, "--shm-name" in result.detail) == (TransferOutcome.ERROR, True)
+    finally:
+        node.connector.close()
+        server.end()
