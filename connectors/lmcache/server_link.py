@@ -19,7 +19,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +26,9 @@ import zmq
 
 from connectors.lmcache.library import TokenHasher, api, connect, custom_types
 from connectors.lmcache.object_directory import StoredObject
+from connectors.lmcache.object_store import Bytes
+from connectors.lmcache.server_index import SHARED_MEMORY
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (where the system keeps named shared memory)
 _TOKENS_PER_NAME = 4  # 128 bits of a digest
 _WAIT_S = 0.02  # between looks at whether to stop
 _STOP_PATIENCE_S = 0.5  # how long an answer is awaited that nobody wants any longer: it frees what the server holds for us
@@ -46,7 +44,7 @@ class ServerLostError(Exception):
 class ServerLink:
     """A server that was found well when this was made. Any thread.
 
-    pool_identity tells one run of a server from the next. Objects of each number of blocks are a model of their own to it.
+    pool_name and inode tell one run of a server from the next. Objects of each number of blocks are a model of their own to it.
     timeout_s: for an answer.
     """
 
@@ -56,6 +54,7 @@ class ServerLink:
         self._request_ids = map("{}-{}".format, itertools.repeat(uuid.uuid4().hex), itertools.count())
         self._mutex = threading.Lock()
         self._instances: dict[int, tuple[int, float]] = {}  # by blocks per object: id, and when it was last made known
+        self._last_finish: Any = None
         self.is_lost = False
         self._reach(address)
         self._context = zmq.Context()
@@ -85,10 +84,10 @@ class ServerLink:
         try:
             with self._path.open("r+b") as file:
                 self._pool = np.frombuffer(mmap.mmap(file.fileno(), self.pool_bytes), dtype=np.uint8)
-            self._inode = self._path.stat().st_ino
+            self.inode = self._path.stat().st_ino
         except (OSError, ValueError) as error:
             raise ServerLostError(f"the server's memory {self._path} cannot be opened: {error}") from error
-        self.pool_name, self.pool_identity = self._path.name, f"{self._path.name}-{self._inode}"
+        self.pool_name = self._path.name
 
     def _read_settings(self) -> None:
         status = self._ask_http("GET", "/status", None)
@@ -100,7 +99,7 @@ class ServerLink:
     def is_current(self) -> bool:
         """Whether the memory that is mapped is still the server's; a server that was started anew has other memory."""
         try:
-            return not self.is_lost and self._path.stat().st_ino == self._inode
+            return not self.is_lost and self._path.stat().st_ino == self.inode
         except OSError:
             return False
 
@@ -155,8 +154,8 @@ class ServerLink:
         return self._client.prepare_retrieve(key, self._instance(num_blocks))
 
     def finish_retrieve(self, key: Any, num_blocks: int) -> None:
-        """Nobody waits for the answer."""
-        self._client.commit_retrieve(key, self._instances.get(num_blocks, (0, 0.0))[0])
+        """Nobody waits for the answer but delete()."""
+        self._last_finish = self._client.commit_retrieve(key, self._instances.get(num_blocks, (0, 0.0))[0])
 
     def give_up_lookup(self, key: Any) -> None:
         """What was looked up is not retrieved. Nobody waits for the answer."""
@@ -176,7 +175,9 @@ class ServerLink:
         self._client.end_session(key.request_id)
 
     def delete(self, objects: Sequence[StoredObject]) -> None:
-        """Remove objects, except those that somebody reads. Raises ServerLostError."""
+        """Remove objects, except those that another client reads. Raises ServerLostError."""
+        if self._last_finish is not None:
+            self.wait(self._last_finish)  # the server answers these in order
         keys = [
             {
                 "chunk_hash_hex": self._hasher.compute_chunk_hashes([*self._tokens(stored), *[0] * self.chunk_size])[0].hex(),

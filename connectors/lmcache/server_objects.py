@@ -1,29 +1,25 @@
-"""Objects in an `lmcache server`, which the processes of a host share. Their index lies beside the server's shared memory.
+"""Objects in an `lmcache server`, which the processes of a host share.
 
-The server cannot be asked what it holds. But whoever maps its memory shares /dev/shm with all others who do, so there an empty
-file for each object, under the object's name, tells them. The folder is that of one run of the server: after a restart there is
-another, empty one. What the files say is believed until a load has missed.
+Reads and writes go straight to and from the server's memory; requests only say where. Whatever fails in time loses the link, and
+the next look at the store makes another one. Names of objects, and which there are: server_link.py and server_index.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from connectors.lmcache.object_directory import MAX_BLOCKS_PER_OBJECT, ObjectDirectory, StoredObject
+from connectors.lmcache.object_directory import StoredObject
 from connectors.lmcache.object_store import Bytes, ObjectStore, Reading
-from connectors.lmcache.server_link import SHARED_MEMORY, ServerLink, ServerLostError
+from connectors.lmcache.server_index import ServerIndex, no_directory
+from connectors.lmcache.server_link import ServerLink, ServerLostError
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, check_block
 from core.clock import Clock
-from core.kv.hashing import HASH_BYTES
 from core.kv.layout import KVLayout
 
-_INDEX_PREFIX = "kvrelay-"
 _POOL_SHARE = 0.7  # the server begins to evict, objects of all tenants and without regard to prefixes, at 0.8
 _OBJECTS_PER_BATCH = 16
 _OBJECTS_PER_STEP = 4
@@ -31,16 +27,8 @@ _RETRY_PAUSE_S = 0.5
 _CONNECT_TIMEOUT_S = 1.0
 _TAKEN_TIMEOUT_S = 1.0  # for another process to finish what it writes
 _TAKEN_PAUSE_S = 0.01
+_FULL_AFTER_S = 0.05  # what another process writes has arrived by then, mostly
 _FULL_PERIOD_S = 30.0  # how long a store keeps within what fitted when the server was full
-
-
-def parse_marker(text: str) -> bytes | None:
-    """The object that a file of the index stands for."""
-    try:
-        name = bytes.fromhex(text)
-    except ValueError:
-        return None
-    return name if name and len(name) % HASH_BYTES == 0 and len(name) <= HASH_BYTES * MAX_BLOCKS_PER_OBJECT else None
 
 
 class ServerObjects(ObjectStore):
@@ -71,7 +59,7 @@ class ServerObjects(ObjectStore):
         self._link: ServerLink | None = None
         self._tried_s = float("-inf")
         self.why_away = "not connected yet"
-        self.directory = self._no_directory()
+        self.directory = no_directory()
 
     # -- the connection ------------------------------------------------------------------------------------------------
     def refresh(self) -> tuple[Sequence[bytes], Sequence[bytes]]:
@@ -98,19 +86,20 @@ class ServerObjects(ObjectStore):
         try:
             timeout_s = min(self._op_timeout_s, _CONNECT_TIMEOUT_S)
             link = ServerLink(self._address, self._http_address, f"kvrelay-{self._name}", self.unit_bytes, timeout_s)
-        except ServerLostError as error:
-            self.why_away = str(error)
-        else:
+            try:
+                self.index = ServerIndex(link.pool_name, link.inode, self._name)
+            except OSError:
+                link.close()
+                raise
             link.timeout_s = self._op_timeout_s
             if not self._is_capacity_given:
                 self._max_capacity_bytes = self.capacity_bytes = int(link.pool_bytes * _POOL_SHARE)
-            folder = SHARED_MEMORY / f"{_INDEX_PREFIX}{link.pool_identity}"
-            self._remove_old_folders(link.pool_name, folder)
-            (folder / self._name).mkdir(parents=True, exist_ok=True)
-            self.directory = ObjectDirectory(folder / self._name, bytes.hex, parse_marker)
-            self.folder = folder / self._name
+            self.directory = self.index.directory
             self._link, self.why_away = link, None
-        self._tried_s = time.monotonic()
+        except (ServerLostError, OSError) as error:
+            self.why_away = str(error)
+        finally:
+            self._tried_s = time.monotonic()
 
     def _disconnect(self, reason: str) -> list[bytes]:
         """Blocks that are out of reach now. With the mutex held."""
@@ -119,7 +108,7 @@ class ServerObjects(ObjectStore):
             return []
         self.why_away = self.why_away or reason
         self.num_faults += 1
-        went, self.directory = self.directory.block_hashes(), self._no_directory()
+        went, self.directory = self.directory.block_hashes(), no_directory()
         link.close()
         return went
 
@@ -127,14 +116,6 @@ class ServerObjects(ObjectStore):
         """The next look at the store connects anew."""
         link.is_lost = True
         self.why_away = str(error)
-
-    def _no_directory(self) -> ObjectDirectory:
-        return ObjectDirectory(SHARED_MEMORY / f"{_INDEX_PREFIX}none", bytes.hex, parse_marker)
-
-    def _remove_old_folders(self, pool_name: str, current: Path) -> None:
-        for path in SHARED_MEMORY.glob(f"{_INDEX_PREFIX}{pool_name}-*"):
-            if path != current:
-                shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """As the interface says."""
@@ -163,10 +144,7 @@ class ServerObjects(ObjectStore):
                 self._settle(link, taken, fill, should_stop, stored_now)
         except ServerLostError as error:
             self._lose(link, error)
-        with contextlib.suppress(OSError):  # else nobody will find them
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for stored in stored_now:
-                (self.folder / stored.name.hex()).touch()
+        self.index.add(stored.name for stored in stored_now)
         if self._clock.now_s() > self._full_until_s:
             self.capacity_bytes = self._max_capacity_bytes
         return stored_now
@@ -208,8 +186,8 @@ class ServerObjects(ObjectStore):
         stored_now: list[StoredObject],
     ) -> None:
         """What was not taken is there already, is being written, is there and damaged, or there is no room."""
-        deadline_s = time.monotonic() + min(_TAKEN_TIMEOUT_S, self._op_timeout_s)
-        while taken:
+        started_s, has_made_room = time.monotonic(), False
+        while True:
             with self._reading(link, self._start_lookups(link, taken), should_stop) as views:
                 good = [stored for stored, view in views.items() if self._is_good(stored, view)]
                 bad = [stored for stored in views if stored not in good]
@@ -217,13 +195,37 @@ class ServerObjects(ObjectStore):
             if bad:
                 link.delete(bad)
             taken = [stored for stored in taken if stored not in good]
-            taken = self._write_new(link, taken, fill, should_stop, stored_now)
-            if taken and (should_stop() or time.monotonic() > deadline_s):
-                self.capacity_bytes = max(self.unit_bytes, self.directory.num_blocks * self.unit_bytes)
-                self._full_until_s = self._clock.now_s() + _FULL_PERIOD_S
+            taken = self._write_new(link, taken, fill, should_stop, stored_now) if taken else []
+            passed_s = time.monotonic() - started_s
+            if not taken or should_stop() or passed_s > min(_TAKEN_TIMEOUT_S, self._op_timeout_s):
                 return
-            if taken:
-                time.sleep(_TAKEN_PAUSE_S)
+            if passed_s > _FULL_AFTER_S and not has_made_room:
+                self._make_room(link, sum(stored.num_blocks for stored in taken), should_stop)
+                has_made_room = True
+            time.sleep(_TAKEN_PAUSE_S)
+
+    def _make_room(self, link: ServerLink, num_blocks: int, should_stop: Callable[[], bool]) -> None:
+        """The server is full, of objects of others perhaps, and has not told what it evicted: forget that, which is the oldest,
+        and remove what is next. Files of the index are the message to whoever looks at it next."""
+        oldest = [StoredObject(name) for name in self.directory.pick_oldest(self.directory.num_blocks, ())]
+        num_kept, num_free = self.directory.num_blocks, 0
+        for start in range(0, len(oldest), _OBJECTS_PER_BATCH):
+            batch = oldest[start : start + _OBJECTS_PER_BATCH]
+            with self._reading(link, self._start_lookups(link, batch), should_stop) as views:
+                present = [stored for stored in batch if stored in views]
+            removed = [stored for stored in batch if stored not in present]
+            for stored in present:
+                if num_free < num_blocks:
+                    num_free += stored.num_blocks
+                    removed.append(stored)
+            if present:
+                link.delete(removed)
+            self.index.remove(stored.name for stored in removed)
+            num_kept -= sum(stored.num_blocks for stored in removed)
+            if num_free >= num_blocks:
+                break
+        self.capacity_bytes = max(self.unit_bytes, (num_kept + num_blocks) * self.unit_bytes)
+        self._full_until_s = self._clock.now_s() + _FULL_PERIOD_S
 
     def _is_good(self, stored: StoredObject, view: Bytes) -> bool:
         for number, name in enumerate(stored.block_hashes):
@@ -317,8 +319,7 @@ class ServerObjects(ObjectStore):
         link = self._link
         if link is None or not names:
             return
-        for name in names:
-            (self.folder / name.hex()).unlink(missing_ok=True)
+        self.index.remove(names)
         try:
             link.delete([StoredObject(name) for name in names])
         except ServerLostError as error:
