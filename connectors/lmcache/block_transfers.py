@@ -18,6 +18,8 @@ from connectors.transfer_workers import TransferWorkers
 from core.kv.connector import Transfer, TransferOutcome, TransferResult
 from core.kv.pool_memory import KVPoolMemory
 
+_SIZES = (MAX_BLOCKS_PER_OBJECT, MAX_BLOCKS_PER_OBJECT - 1, MAX_BLOCKS_PER_OBJECT - 2)  # of objects, best first
+
 
 class BlockTransfers:
     """Moves blocks between the engine's pool and objects. Worker threads.
@@ -167,11 +169,16 @@ class BlockTransfers:
 
 
 def _group(names: Sequence[bytes], positions: Sequence[int]) -> list[StoredObject]:
-    """Runs of adjacent positions as objects."""
-    groups: list[list[int]] = []
+    """Runs of adjacent positions as objects, of one size where that is possible without small ones."""
+    runs: list[list[int]] = []
     for position in positions:
-        if groups and len(groups[-1]) < MAX_BLOCKS_PER_OBJECT and groups[-1][-1] + 1 == position:
-            groups[-1].append(position)
+        if runs and runs[-1][-1] + 1 == position:
+            runs[-1].append(position)
         else:
-            groups.append([position])
-    return [StoredObject(b"".join(names[position] for position in group)) for group in groups]
+            runs.append([position])
+    objects = []
+    for run in runs:
+        size = next((size for size in _SIZES if len(run) % size == 0), MAX_BLOCKS_PER_OBJECT)
+        for start in range(0, len(run), size):
+            objects.append(StoredObject(b"".join(names[position] for position in run[start : start + size])))
+    return objects

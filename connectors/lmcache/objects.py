@@ -30,7 +30,10 @@ _FILE_PREFIX, _FILE_SUFFIX = f"{_MODEL_NAME}@0x00000000@0@", ".data"
 _WAIT_S = 0.02  # between looks at whether to stop
 _UNLOCK_TIMEOUT_S = 0.5  # for LMCache to let go of what it has just written to a file
 _TMP_PREFIX = "tmp-"
-_OBJECTS_PER_STEP = 4  # filled, or read, at a time
+_OBJECTS_PER_WRITE_STEP = 4  # filled at a time
+_BYTES_PER_READ_STEP = (
+    32 * 1024 * 1024
+)  # each request costs LMCache a millisecond of CPU, and each size of objects is one of its own
 
 
 def file_name(name: bytes) -> str:
@@ -69,6 +72,7 @@ class LMCacheObjects(ObjectStore):
         self._object_bytes = -(-self.unit_bytes * MAX_BLOCKS_PER_OBJECT // PAGE_BYTES) * PAGE_BYTES
         num_shares = 2 * num_threads + 2  # each thread's batch, with as much left over as the cache keeps
         self._max_batch = memory_bytes // num_shares // self._object_bytes
+        self._read_step_bytes = min(_BYTES_PER_READ_STEP, memory_bytes // num_shares // 2)
         if not self._max_batch:
             allowed = f"{num_shares * self._object_bytes} or more, for blocks of {layout.block_bytes} bytes"
             raise ConfigError("connector.options.memory_bytes", memory_bytes, allowed)
@@ -123,12 +127,10 @@ class LMCacheObjects(ObjectStore):
 
     def read_steps(self, objects: Sequence[StoredObject]) -> Generator[Reading, None, None]:
         """Begin to read all of these in small parts, one part ahead of what is taken; see reading(), which ends each."""
-        size = max(1, min(_OBJECTS_PER_STEP, self._max_batch // 2))
         ahead: Reading | None = None
         try:
-            for start in range(0, len(objects), size):
-                started = self._start_reading(objects[start : start + size])
-                current, ahead = ahead, started
+            for step in self._read_batches(objects):
+                current, ahead = ahead, self._start_reading(step)
                 if current is not None:
                     yield current
             current, ahead = ahead, None
@@ -138,6 +140,16 @@ class LMCacheObjects(ObjectStore):
             if ahead is not None:
                 with self._mutex:
                     self._late_reads += ahead.handles
+
+    def _read_batches(self, objects: Sequence[StoredObject]) -> Iterator[Sequence[StoredObject]]:
+        batch: list[StoredObject] = []
+        for stored in objects:
+            if batch and sum(map(self._memory_of, batch)) + self._memory_of(stored) > self._read_step_bytes:
+                yield batch
+                batch = []
+            batch.append(stored)
+        if batch:
+            yield batch
 
     def _start_reading(self, batch: Sequence[StoredObject]) -> Reading:
         with self._mutex:
@@ -171,8 +183,8 @@ class LMCacheObjects(ObjectStore):
         names = {key.chunk_hash for key in reserved}
         self._stored.expect(names)
         waiting = list(reserved)
-        for start in range(0, len(waiting), _OBJECTS_PER_STEP):  # LMCache writes these while the next are filled
-            step = waiting[start : start + _OBJECTS_PER_STEP]
+        for start in range(0, len(waiting), _OBJECTS_PER_WRITE_STEP):  # LMCache writes these while the next are filled
+            step = waiting[start : start + _OBJECTS_PER_WRITE_STEP]
             fill([(keys[key], _bytes_of(reserved[key])) for key in step])
             self._manager.finish_write(step)
         deadline_s = time.monotonic() + self._op_timeout_s
