@@ -188,6 +188,11 @@ class ServerLink:
         ]
         self._ask_http("DELETE", "/cache/objects", {"tier": "l1", "keys": keys})
 
+    def free_bytes(self) -> int:
+        """Of the server's memory. Raises ServerLostError."""
+        used_bytes, total_bytes = self._ask_http("GET", "/status", None)["storage_manager"]["l1_usage"]
+        return int(total_bytes - used_bytes)
+
     def wait(self, future: Any, should_stop: Callable[[], bool] = lambda: False) -> Any:
         """An answer. Raises ServerLostError when it is late."""
         started_s = time.monotonic()

@@ -28,6 +28,7 @@ _CONNECT_TIMEOUT_S = 1.0
 _TAKEN_TIMEOUT_S = 1.0  # for another process to finish what it writes
 _TAKEN_PAUSE_S = 0.01
 _FULL_AFTER_S = 0.05  # what another process writes has arrived by then, mostly
+_ROOM_FACTOR = 4  # free memory may be in pieces
 _FULL_PERIOD_S = 30.0  # how long a store keeps within what fitted when the server was full
 
 
@@ -200,8 +201,9 @@ class ServerObjects(ObjectStore):
             if not taken or should_stop() or passed_s > min(_TAKEN_TIMEOUT_S, self._op_timeout_s):
                 return
             if passed_s > _FULL_AFTER_S and not has_made_room:
-                self._make_room(link, sum(stored.num_blocks for stored in taken), should_stop)
-                has_made_room = True
+                has_made_room, num_blocks = True, sum(stored.num_blocks for stored in taken)
+                if link.free_bytes() < _ROOM_FACTOR * num_blocks * self.unit_bytes:  # else somebody else writes them, or died
+                    self._make_room(link, num_blocks, should_stop)
             time.sleep(_TAKEN_PAUSE_S)
 
     def _make_room(self, link: ServerLink, num_blocks: int, should_stop: Callable[[], bool]) -> None:

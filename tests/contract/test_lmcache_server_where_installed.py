@@ -250,6 +250,19 @@ def test_objects_that_the_server_evicted_are_misses_and_can_be_saved_again(bench
     assert node.load(chain(1, 12)).num_blocks_ok == 12
 
 
+def test_object_that_a_dead_client_had_begun_costs_itself_and_no_other(bench: Bench) -> None:
+    node, other = bench.open_node(), bench.open_node()
+    assert node.save(chain(1, 8)).outcome is TransferOutcome.OK
+    link, begun = other.connector._objects._link, StoredObject(b"".join(chain(2, 4)))  # type: ignore[attr-defined]
+    assert link.wait(link.start_store(link.key(begun), 4)).context["slots"]
+    assert node.save(chain(2, 4)).num_blocks_ok == 0
+    assert node.save(chain(3, 8)).outcome is TransferOutcome.OK
+    assert node.load(chain(1, 8)).num_blocks_ok == 8
+    other.connector.close()  # and then the server takes what was never written for an object
+    assert node.save(chain(2, 4)).outcome is TransferOutcome.OK
+    assert node.load(chain(2, 4)).num_blocks_ok == 4
+
+
 def test_server_smaller_than_what_is_saved_goes_on_taking_what_is_new(tmp_path: Path) -> None:
     server = LMCacheServerProcess(tmp_path / "small", 0.004)
     small = Bench(server, "small")
