@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+import xxhash
 
 from connectors.known_blocks import KnownBlocks
 from connectors.lmcache.object_directory import MAX_BLOCKS_PER_OBJECT, StoredObject
@@ -18,6 +19,7 @@ from connectors.transfer_workers import TransferWorkers
 from core.kv.connector import Transfer, TransferOutcome, TransferResult
 from core.kv.pool_memory import KVPoolMemory
 
+_PIECE_BYTES = 512 * 1024
 _SIZES = (MAX_BLOCKS_PER_OBJECT, MAX_BLOCKS_PER_OBJECT - 1, MAX_BLOCKS_PER_OBJECT - 2)  # of objects, best first
 
 
@@ -102,8 +104,12 @@ class BlockTransfers:
             start = hashes.index(name) * (BLOCK_HEADER_BYTES + self._layout.block_bytes)
             payload = self._block(transfer.block_ids[position])
             header = view[start : start + BLOCK_HEADER_BYTES].tobytes()
-            np.copyto(payload, view[start + BLOCK_HEADER_BYTES : start + BLOCK_HEADER_BYTES + len(payload)])
-            checks[position] = check_block(header, payload.data, self._fingerprint, name)
+            source, checksum = view[start + BLOCK_HEADER_BYTES : start + BLOCK_HEADER_BYTES + len(payload)], xxhash.xxh3_64()
+            for first in range(0, len(payload), _PIECE_BYTES):  # read again while the core's cache has it
+                piece = payload[first : first + _PIECE_BYTES]
+                np.copyto(piece, source[first : first + _PIECE_BYTES])
+                checksum.update(piece.data)
+            checks[position] = check_block(header, payload.data, self._fingerprint, name, payload_checksum=checksum.intdigest())
 
     def save(self, objects: ObjectStore, transfer: Transfer) -> TransferResult:
         """A save's result; whatever LMCache raises is not caught."""
