@@ -52,10 +52,10 @@ class DevicePool:
         slots = memory_of(staging)
 
         def copy_in(block_ids: Sequence[int], slot_ids: Sequence[int]) -> None:
-            _copy_rows(self.memory, block_ids, slots, slot_ids)
+            copy_rows(self.memory, block_ids, slots, slot_ids)
 
         def copy_out(slot_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-            _copy_rows(slots, slot_ids, self.memory, block_ids)
+            copy_rows(slots, slot_ids, self.memory, block_ids)
 
         return TorchCopies(self.memory.device, self.num_blocks, staging, copy_in, copy_out)
 
@@ -142,7 +142,8 @@ def memory_of(pool: KVPoolMemory | DevicePool) -> Tensor:
     return torch.frombuffer(pool.buffer, dtype=torch.uint8).view(pool.num_blocks, pool.layout.block_stride_bytes)
 
 
-def _copy_rows(source: Tensor, source_ids: Sequence[int], target: Tensor, target_ids: Sequence[int]) -> None:
+def copy_rows(source: Tensor, source_ids: Sequence[int], target: Tensor, target_ids: Sequence[int]) -> None:
+    """Rows of one tensor to rows of another. Between a device and pinned memory this returns before it is done."""
     for first, target_first, length in runs_of(source_ids, target_ids):
         target[target_first : target_first + length].copy_(source[first : first + length], non_blocking=True)
 

@@ -46,6 +46,9 @@ IMPORT_TABLE: dict[str, Room] = {
         outside=frozenset({"torch", "numpy", "safetensors", "transformers", "gguf", "tokenizers"}),
     ),
     "connectors": Room(ours=(*VALUES, "core.kv"), outside=frozenset({"numpy", "xxhash"})),  # and one client library per file
+    "connectors.vllm_plugin": Room(
+        ours=(*VALUES, "core.kv", "connectors", "core.model.device_pool"), outside=frozenset({"vllm", "torch"})
+    ),
     "connectors.contract": Room(ours=(*VALUES, "core.kv", "connectors"), outside=frozenset({"pytest", "hypothesis"})),
     "prefill_node": Room(ours=("core", "connectors")),
     "decode_node": Room(ours=("core", "connectors")),
