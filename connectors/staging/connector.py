@@ -59,7 +59,7 @@ class StagedConnector(KVConnector):
         self._thread = threading.Thread(target=self._run, name="kv-mover", daemon=True)
         self._wakeup = threading.Condition()  # guards what follows
         self._started_s_by_id: dict[int, float] = {}  # transfers without a result
-        self._new: list[tuple[Transfer, object]] = []
+        self._new: list[tuple[Transfer, float, object]] = []  # with the time and the mark of their start
         self._copied: list[tuple[Piece, BaseException | None]] = []
         self._has_inner_news = False
         self._results: list[TransferResult] = []
@@ -100,14 +100,14 @@ class StagedConnector(KVConnector):
 
     def _start(self, transfer: Transfer) -> None:
         assert self._copies is not None, "register_kv_cache comes first"
-        mark = self._copies.mark()
+        started_s, mark = self._clock.now_s(), self._copies.mark()
         with self._wakeup:
             if transfer.transfer_id in self._started_s_by_id:
                 logger.warning("transfer %d was started twice; the second start is ignored", transfer.transfer_id)
                 return
-            self._started_s_by_id[transfer.transfer_id] = self._clock.now_s()
+            self._started_s_by_id[transfer.transfer_id] = started_s
             if not self._is_closing:
-                self._new.append((transfer, mark))
+                self._new.append((transfer, started_s, mark))
                 self._wakeup.notify_all()
                 return
         self._publish([failed(transfer, TransferOutcome.CANCELLED, "the connector is closed")], [])
@@ -200,8 +200,8 @@ class StagedConnector(KVConnector):
         with self._wakeup:
             new, self._new = self._new, []
             copied, self._copied = self._copied, []
-        for transfer, mark in new:
-            moves.begin(transfer, mark)
+        for transfer, started_s, mark in new:
+            moves.begin(transfer, started_s, mark)
         for piece, error in copied:
             moves.on_copied(piece, error)
         for result, is_last in self._poll_inner():

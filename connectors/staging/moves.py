@@ -112,10 +112,9 @@ class Moves:
         return self._num_slots - len(self._free_slots)
 
     # -- the beginning of a transfer -----------------------------------------------------------------------------------
-    def begin(self, transfer: Transfer, mark: object) -> None:
-        """See DeviceCopies for the mark."""
-        give_up_s = self._clock.now_s() + self._save_wait_s
-        move = _Move(transfer, give_up_s, mark, end=len(transfer.block_ids))
+    def begin(self, transfer: Transfer, started_s: float, mark: object) -> None:
+        """mark: see DeviceCopies."""
+        move = _Move(transfer, started_s + self._save_wait_s, mark, end=len(transfer.block_ids))
         self._moves.append(move)
         if (refusal := refuse_bad_ids(transfer, self._copies.num_blocks)) is not None:
             move.cut(0, refusal)

@@ -8,12 +8,16 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from hashlib import sha256
+
+import torch
 
 from core.config import MIB, EngineOptions, ModelOptions
 from core.engine_model import EngineModel
 from core.errors import ConfigError
 from core.kv.device_copies import OpenCopies
 from core.kv.hashing import Namespace
+from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
 from core.model.description import describe_model
 from core.model.device_pool import DevicePool, find_device
@@ -48,18 +52,12 @@ def load_model(model: ModelOptions, engine: EngineOptions) -> LoadedModel:
     num_blocks = engine.num_blocks or engine.kv_pool_mib * MIB // layout.block_stride_bytes
     if num_blocks < 1:
         raise ConfigError("engine.kv_pool_mib", engine.kv_pool_mib, f"at least {layout.block_stride_bytes / MIB:.1f}, one block")
-    pool: KVPoolMemory | DevicePool
-    open_copies = None
-    if device.type == "cpu":
-        pool = connector_memory = KVPoolMemory(layout, num_blocks)
-    else:
-        num_slots = engine.staging_mib * MIB // layout.block_stride_bytes
-        if num_slots < 2:
-            allowed = f"at least {2 * layout.block_stride_bytes / MIB:.1f}, two blocks"
-            raise ConfigError("engine.staging_mib", engine.staging_mib, allowed)
-        pool, connector_memory = DevicePool.allocate(layout, num_blocks, device), KVPoolMemory(layout, num_slots)
-        open_copies = pool.open_copies
-    runner = TorchModelRunner.load(model_dir, description, pool, engine.num_threads)
+    try:
+        pool, connector_memory = _allocate(layout, num_blocks, device, engine.staging_mib)
+        runner = TorchModelRunner.load(model_dir, description, pool, engine.num_threads)
+    except torch.OutOfMemoryError as error:
+        pool_mib = num_blocks * layout.block_stride_bytes // MIB
+        raise ConfigError("engine.kv_pool_mib", pool_mib, f"a pool that fits on {device} beside the weights") from error
     _logger.info(
         "loaded %s as %s on %s in %.1f s; KV pool: %d blocks of %d tokens, %.0f MiB",
         model.path,
@@ -72,7 +70,7 @@ def load_model(model: ModelOptions, engine: EngineOptions) -> LoadedModel:
     )
     return LoadedModel(
         model=EngineModel(
-            namespace=Namespace(description.model_fingerprint, layout.fingerprint, engine.block_size),
+            namespace=Namespace(_fingerprint_on(device, description.model_fingerprint), layout.fingerprint, engine.block_size),
             layout=layout,
             max_model_len=description.max_model_len,
             vocab_size=description.vocab_size,
@@ -81,5 +79,25 @@ def load_model(model: ModelOptions, engine: EngineOptions) -> LoadedModel:
         runner=runner,
         num_blocks=num_blocks,
         connector_memory=connector_memory,
-        open_copies=open_copies,
+        open_copies=pool.open_copies if isinstance(pool, DevicePool) else None,
     )
+
+
+def _allocate(
+    layout: KVLayout, num_blocks: int, device: torch.device, staging_mib: int
+) -> tuple[KVPoolMemory | DevicePool, KVPoolMemory]:
+    """The KV pool, and what a connector is to have of it."""
+    if device.type == "cpu":
+        pool = KVPoolMemory(layout, num_blocks)
+        return pool, pool
+    num_slots = staging_mib * MIB // layout.block_stride_bytes
+    if num_slots < 2:
+        raise ConfigError("engine.staging_mib", staging_mib, f"at least {2 * layout.block_stride_bytes / MIB:.1f}, two blocks")
+    return DevicePool.allocate(layout, num_blocks, device), KVPoolMemory(layout, num_slots)
+
+
+def _fingerprint_on(device: torch.device, model_fingerprint: bytes) -> bytes:
+    """Kinds of devices round differently: KV of one must not be a hit for the other, or answers depend on who computed what."""
+    if device.type == "cpu":
+        return model_fingerprint
+    return sha256(model_fingerprint + device.type.encode()).digest()[: len(model_fingerprint)]

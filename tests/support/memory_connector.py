@@ -37,6 +37,7 @@ class MemoryConnector(KVConnector):
         self.started: list[Transfer] = []
         self.lookups: list[str] = []  # request ids, in the order they were asked for
         self.sources: dict[str, tuple[str, ...]] = {}  # of the latest lookup, by request id
+        self.released: list[int] = []  # saves whose blocks it needs no more
         self._results: list[TransferResult] = []
         self._early_results: list[TransferResult] = []
         self._pool: KVPoolMemory | None = None
@@ -106,6 +107,10 @@ class MemoryConnector(KVConnector):
     def poll_early_results(self) -> list[TransferResult]:
         results, self._early_results = self._early_results, []
         return results
+
+    def poll_released(self) -> list[int]:
+        released, self.released = self.released, []
+        return released
 
     def poll_transfers(self) -> list[TransferResult]:
         self._maybe_fail("poll")
