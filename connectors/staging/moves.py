@@ -140,8 +140,8 @@ class Moves:
             self._refuse_rest(move)
 
     def _refuse_rest(self, save: _Move) -> None:
-        # Where slots are held by transfers that are over for the engine, the store is late: MISS would call it healthy.
-        is_store_late = any(piece.move.is_ended for piece in self._piece_by_inner_id.values())
+        # Where the store still holds slots of transfers past their deadline, a MISS would call it healthy.
+        is_store_late = any(self._is_late(piece.move) for piece in self._piece_by_inner_id.values())
         outcome = TransferOutcome.TIMEOUT if is_store_late else TransferOutcome.MISS
         save.cut(save.num_in_pieces, failed(save.transfer, outcome, "no room in the staging pool"))
         self._broken_chains[save.transfer.request_id] = None

@@ -19,6 +19,7 @@ from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
 
 _logger = logging.getLogger(__name__)
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 CopyBlocks = Callable[[Sequence[int], Sequence[int]], None]
 
 
@@ -72,7 +73,7 @@ class TorchCopies(DeviceCopies):
     ) -> None:
         self.num_blocks = num_blocks
         self._device = device
-        self._pinned = _Pinned(staging) if device.type == "cuda" else None
+        self._pinned = _Pinned(staging, device) if device.type == "cuda" else None
         self._copy_in, self._copy_out = copy_in, copy_out
         self._in_thread = ThreadPoolExecutor(1, "kv-copy-in")
         self._out_thread = ThreadPoolExecutor(1, "kv-copy-out")
@@ -101,12 +102,14 @@ class TorchCopies(DeviceCopies):
                 copy(sources, targets)
                 return
             assert isinstance(after, torch.cuda.Event)
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps instead of spinning
             with torch.cuda.stream(stream):
                 stream.wait_event(after)
-                copy(sources, targets)
-                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps instead of spinning
-                done.record(stream)
-            done.synchronize()
+                try:
+                    copy(sources, targets)
+                finally:  # what was started before a failure is not to go on behind it
+                    done.record(stream)
+                    done.synchronize()
 
     def close(self) -> None:
         """See DeviceCopies."""
@@ -119,11 +122,12 @@ class TorchCopies(DeviceCopies):
 class _Pinned:
     """Host memory that the device's copy engines reach by themselves. Where that is refused, copies pass through the driver's."""
 
-    def __init__(self, memory: KVPoolMemory) -> None:
+    def __init__(self, memory: KVPoolMemory, device: torch.device) -> None:
         self._memory = memory  # must outlive the registration
         self._address = memory_of(memory).data_ptr()
         self._cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(self._cudart.cudaHostRegister(self._address, len(memory.buffer), 0))
+        with torch.cuda.device(device):
+            code = int(self._cudart.cudaHostRegister(self._address, len(memory.buffer), _PORTABLE))
         self._is_registered = code == 0
         if not self._is_registered:
             _logger.warning("staging memory cannot be pinned (CUDA error %d): copies will be slower", code)
