@@ -22,14 +22,17 @@ from typing import Any
 
 from bench.media.medium import Medium
 from connectors.registry import create_connector
+from connectors.staging.connector import StagedConnector
 from core.clock import MonotonicClock
 from core.kv.connector import PrefixLookup, Transfer, TransferDirection, TransferOutcome
 from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
+from core.model.device_pool import DevicePool, memory_of
 
 NUM_ROUNDS = 15
 BYTES_PER_TRANSFER = 24 * 1024 * 1024
 NUM_IN_FLIGHT = 2
+STAGING_BYTES = 128 * 1024 * 1024
 NUM_LOOKUP_BLOCKS = 128
 NUM_KNOWN_BLOCKS = 1_000_000
 NUM_LOOKUPS = 3000
@@ -44,13 +47,18 @@ class Driver:
     With one at a time a medium would be idle between the end of one and the start of the next, which its limit never is.
     """
 
-    def __init__(self, name: str, options: dict[str, Any], layout: KVLayout) -> None:
+    def __init__(self, name: str, options: dict[str, Any], layout: KVLayout, is_staged: bool = False) -> None:
         self.layout = layout
         self.num_part_blocks = max(2, BYTES_PER_TRANSFER // layout.block_bytes)
         self.pool = KVPoolMemory(layout, NUM_IN_FLIGHT * self.num_part_blocks)
         self.pool.buffer[:] = random.Random(0).randbytes(len(self.pool.buffer))
-        self.connector = create_connector(name, options, MonotonicClock())
-        self.connector.register_kv_cache(self.pool)
+        self.store = self.connector = create_connector(name, options, MonotonicClock())
+        memory = self.pool
+        if is_staged:
+            open_copies = DevicePool(layout, memory_of(self.pool)).open_copies
+            self.connector = StagedConnector(self.store, open_copies, MonotonicClock(), save_wait_s=60.0)
+            memory = KVPoolMemory(layout, STAGING_BYTES // layout.block_stride_bytes)
+        self.connector.register_kv_cache(memory)
         self._next_id = 1
         self._has_news = threading.Event()
         self.connector.on_result = self._has_news.set
@@ -97,7 +105,7 @@ class Driver:
         return times
 
 
-def measure(backend_name: str, block_kib: int) -> dict[str, float]:
+def measure(backend_name: str, block_kib: int, is_staged: bool = False) -> dict[str, float]:
     """The figures of one backend and block size."""
     layout = KVLayout(num_layers=block_kib, block_size=16, num_kv_heads=1, head_dim=16, dtype="bfloat16")  # 1 KiB per layer
     folder = Path(tempfile.mkdtemp(prefix="kvrelay-bench-"))
@@ -106,14 +114,14 @@ def measure(backend_name: str, block_kib: int) -> dict[str, float]:
     num_bytes = num_blocks * layout.block_bytes
     speeds: dict[str, list[float]] = {"load": [], "save": [], "limit_load": [], "limit_save": []}
     try:
-        driver = Driver(backend_name, medium.options(), layout)
+        driver = Driver(backend_name, medium.options(), layout, is_staged)
         cpu_s = moved_bytes = 0.0
         for round_number in range(1 - medium.num_warmup_rounds, NUM_ROUNDS):
             names = [os.urandom(16) for _ in range(num_blocks)]
             started_cpu_s = time.process_time()
             for direction in (TransferDirection.SAVE, TransferDirection.LOAD):
                 if direction is TransferDirection.LOAD:
-                    medium.before_load(driver.connector, names)
+                    medium.before_load(driver.store, names)
                 seconds = driver.move(direction, names)
                 if round_number > 0:
                     speeds[direction.value].append(num_bytes / seconds / 1e9)
@@ -126,7 +134,7 @@ def measure(backend_name: str, block_kib: int) -> dict[str, float]:
                     speeds[f"limit_{direction.value}"].append(limit)
             medium.empty()
         known = [os.urandom(16) for _ in range(NUM_KNOWN_BLOCKS)]
-        medium.make_known(driver.connector, known)
+        medium.make_known(driver.store, known)
         gc.freeze()  # as after the start of an engine: the collector need not look at what stays
         lookups_us = sorted(driver.lookup_us(known))
         driver.connector.close()
@@ -150,9 +158,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.connectors", description=__doc__)
     parser.add_argument("--backend", choices=MEDIA, required=True)
     parser.add_argument("--block-kib", type=int, default=360, help="payload of a block: 360 (SmolLM2-135M) or 2048 (an 8B model)")
+    parser.add_argument("--staged", action="store_true", help="through staging memory, as from a device; the CPU does the copies")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     arguments = parser.parse_args()
-    figures = measure(arguments.backend, arguments.block_kib)
+    figures = measure(arguments.backend, arguments.block_kib, arguments.staged)
     if arguments.json:
         print(json.dumps(figures))
     else:

@@ -160,6 +160,11 @@ class KVConnector(ABC):
         of several stores. Each is followed by the transfer's result in poll_transfers; on_result is called for both."""
         return []
 
+    def poll_released(self) -> list[int]:
+        """Saves (transfer ids) whose blocks the connector needs no more, though their outcome is still to come: it has a copy.
+        on_result is called for these too."""
+        return []
+
     @abstractmethod
     def close(self) -> None:
         """Stop threads and let go of the medium, within seconds and whatever is in flight. Afterwards poll_transfers returns

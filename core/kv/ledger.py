@@ -211,6 +211,7 @@ class TransferLedger:
         early: list[TransferResult] = []
         results: list[TransferResult] = []
         try:
+            self._unpin(self._connector.poll_released())
             early = self._connector.poll_early_results()
             results = self._connector.poll_transfers()
         except Exception as error:
@@ -228,6 +229,14 @@ class TransferLedger:
             if is_late and (end := self._give_up(entry, now_s)) is not None:
                 ended.append(end)
         return ended
+
+    def _unpin(self, transfer_ids: Sequence[int]) -> None:
+        """The connector has a copy of what these save; their outcome is still awaited."""
+        for transfer_id in transfer_ids:
+            entry = self._entry_by_id.get(transfer_id)
+            if entry is not None and entry.transfer.direction is TransferDirection.SAVE:
+                self._pool.release_references(reversed(entry.pinned_block_ids))
+                entry.pinned_block_ids.clear()
 
     def close(self) -> None:
         """Close the connector and take back every pin; afterwards nothing is in flight."""
