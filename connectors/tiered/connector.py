@@ -79,7 +79,7 @@ class TieredConnector(KVConnector):
         if len(tiers) > 1 and (options.prefetch or options.write == "back"):
             create = [partial(_create_tier, tier, clock) for tier in tiers]
             find_coldest = self._find_coldest if options.write == "back" else None
-            self._mover = TierMover(create, clock, options.staging_bytes, find_coldest)
+            self._mover = TierMover(create, clock, options.staging_bytes, find_coldest, options.hand_down_s)
 
     # -- scheduler half ------------------------------------------------------------------------------------------------
     def get_num_new_matched_tokens(self, lookup: PrefixLookup, num_computed_tokens: int) -> int | None:
@@ -154,7 +154,7 @@ class TieredConnector(KVConnector):
                 if thread is not None and thread.is_alive():
                     thread.join(_CLOSE_TIMEOUT_S)
             if self._mover is not None:
-                self._mover.close()
+                self._mover.stop()
             for child in [*(tier.connector for tier in self._tiers.tiers), *self._first_children]:
                 if child is not None:
                     child.close()
@@ -163,6 +163,8 @@ class TieredConnector(KVConnector):
                 for tier in self._tiers.tiers:
                     for transfer in tier.unfinished():
                         self._on_child_result(transfer, TransferResult(transfer.transfer_id, 0, TransferOutcome.CANCELLED))
+            if self._mover is not None:  # after the others, so that it can tell whether we are the last who have a tier
+                self._mover.close()
         self._tell()
 
     def stats(self) -> ConnectorStats:
