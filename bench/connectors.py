@@ -35,7 +35,7 @@ NUM_KNOWN_BLOCKS = 1_000_000
 NUM_LOOKUPS = 3000
 
 
-MEDIA = ("lmcache", "nvme", "ray", "redis", "shm", "tcp")  # modules of bench.media
+MEDIA = ("lmcache", "nvme", "ray", "redis", "shm", "tcp", "tiered")  # modules of bench.media
 
 
 class Driver:
@@ -82,23 +82,24 @@ class Driver:
                 raise SystemExit(f"a transfer ended with {result}")
             free_parts.append(part_by_id.pop(result.transfer_id))
 
-    def lookup_us(self, known: Sequence[bytes]) -> list[float]:
-        """Times of lookups, one new request each, in microseconds: chains of known blocks, each tenth with an unknown end."""
+    def lookup_us(self, known: Sequence[bytes], name: str) -> list[float]:
+        """Times of lookups in microseconds, sorted: a new request each, of known blocks, each tenth with an unknown end.
+        name: of these requests."""
         times = []
         rng = random.Random(1)
         for number in range(NUM_LOOKUPS):
             chain = rng.sample(known, NUM_LOOKUP_BLOCKS)
             if number % 10 == 0:
                 chain[-1] = rng.randbytes(16)
-            lookup = PrefixLookup(f"lookup-{number}", chain, self.layout.block_size)
+            lookup = PrefixLookup(f"{name}-{number}", chain, self.layout.block_size)
             started_s = time.perf_counter()
             self.connector.get_num_new_matched_tokens(lookup, 0)
             times.append((time.perf_counter() - started_s) * 1e6)
-        return times
+        return sorted(times)
 
 
-def measure(backend_name: str, block_kib: int) -> dict[str, float]:
-    """The figures of one backend and block size."""
+def measure(backend_name: str, block_kib: int, num_rounds: int) -> dict[str, float]:
+    """The figures of one backend and block size. With less than two rounds no speeds."""
     layout = KVLayout(num_layers=block_kib, block_size=16, num_kv_heads=1, head_dim=16, dtype="bfloat16")  # 1 KiB per layer
     folder = Path(tempfile.mkdtemp(prefix="kvrelay-bench-"))
     medium: Medium = importlib.import_module(f"bench.media.{backend_name}").create_medium(folder, layout.block_bytes)
@@ -108,7 +109,7 @@ def measure(backend_name: str, block_kib: int) -> dict[str, float]:
     try:
         driver = Driver(backend_name, medium.options(), layout)
         cpu_s = moved_bytes = 0.0
-        for round_number in range(NUM_ROUNDS):
+        for round_number in range(num_rounds):
             names = [os.urandom(16) for _ in range(num_blocks)]
             started_cpu_s = time.process_time()
             for direction in (TransferDirection.SAVE, TransferDirection.LOAD):
@@ -128,19 +129,25 @@ def measure(backend_name: str, block_kib: int) -> dict[str, float]:
         known = [os.urandom(16) for _ in range(NUM_KNOWN_BLOCKS)]
         medium.make_known(driver.connector, known)
         gc.freeze()  # as after the start of an engine: the collector need not look at what stays
-        lookups_us = sorted(driver.lookup_us(known))
+        lookups_us = {"lookup": driver.lookup_us(known, "lookup")}
+        if medium.hang(driver.connector):
+            lookups_us["hung_lookup"] = driver.lookup_us(known, "hung")
+            medium.resume()
         driver.connector.close()
     finally:
         medium.close()
         shutil.rmtree(folder, ignore_errors=True)
-    median = {name: statistics.median(values) for name, values in speeds.items()}
+    figures: dict[str, float] = {}
+    if num_rounds > 1:
+        median = {name: statistics.median(values) for name, values in speeds.items()}
+        figures = {f"{name}_gbps": round(value, 2) for name, value in median.items()}
+        figures |= {f"{name}_ratio": round(median[name] / median[f"limit_{name}"], 2) for name in ("load", "save")}
+        figures["cpu_s_per_gb"] = round(cpu_s / moved_bytes * 1e9, 3)
+    for name, times in lookups_us.items():
+        figures[f"{name}_us_p50"] = round(times[len(times) // 2], 1)
+        figures[f"{name}_us_p99"] = round(times[len(times) * 99 // 100], 1)
     return {
-        **{f"{name}_gbps": round(value, 2) for name, value in median.items()},
-        "load_ratio": round(median["load"] / median["limit_load"], 2),
-        "save_ratio": round(median["save"] / median["limit_save"], 2),
-        "lookup_us_p50": round(lookups_us[len(lookups_us) // 2], 1),
-        "lookup_us_p99": round(lookups_us[len(lookups_us) * 99 // 100], 1),
-        "cpu_s_per_gb": round(cpu_s / moved_bytes * 1e9, 3),
+        **figures,
         **({} if medium.reopen_s is None else {"reopen_s": round(medium.reopen_s, 2)}),
     }
 
@@ -150,9 +157,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.connectors", description=__doc__)
     parser.add_argument("--backend", choices=MEDIA, required=True)
     parser.add_argument("--block-kib", type=int, default=360, help="payload of a block: 360 (SmolLM2-135M) or 2048 (an 8B model)")
+    parser.add_argument("--lookups", action="store_true", help="no speeds: only lookups, also of a store that hangs")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     arguments = parser.parse_args()
-    figures = measure(arguments.backend, arguments.block_kib)
+    figures = measure(arguments.backend, arguments.block_kib, 1 if arguments.lookups else NUM_ROUNDS)
     if arguments.json:
         print(json.dumps(figures))
     else:

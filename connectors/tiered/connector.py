@@ -248,10 +248,12 @@ class TieredConnector(KVConnector):
             while self._lookups.has_unseen:
                 with self._mutex:
                     self._lookups.count_some()
-            with self._mutex:
-                self._settle_children()
-                self._has_news |= self._has_open_question  # a child may have called because of that
-                self._has_open_question = False
+            if self._open:  # else a child called because of a question, and no lookup shall wait for the lock then
+                with self._mutex:
+                    self._settle_children()
+            if self._has_open_question:
+                self._has_open_question = False  # before the engine is told: it asks again, and sets it again
+                self._has_news = True
             self._tell()
             self._reopen_tiers()
 
