@@ -82,12 +82,12 @@ class Driver:
                 raise SystemExit(f"a transfer ended with {result}")
             free_parts.append(part_by_id.pop(result.transfer_id))
 
-    def lookup_us(self, known: Sequence[bytes], name: str) -> list[float]:
+    def lookup_us(self, known: Sequence[bytes], name: str, num_lookups: int = NUM_LOOKUPS) -> list[float]:
         """Times of lookups in microseconds, sorted: a new request each, of known blocks, each tenth with an unknown end.
         name: of these requests."""
         times = []
         rng = random.Random(1)
-        for number in range(NUM_LOOKUPS):
+        for number in range(num_lookups):
             chain = rng.sample(known, NUM_LOOKUP_BLOCKS)
             if number % 10 == 0:
                 chain[-1] = rng.randbytes(16)
