@@ -191,10 +191,10 @@ class SlotIndex:
         with self._changing():
             self.recency.unpin(block_hashes)
 
-    def coldest_runs(self, num_blocks: int) -> list[list[bytes]]:
+    def coldest_runs(self, num_blocks: int, *, with_pinned: bool = False) -> list[list[bytes]]:
         """See SlotRecency.coldest_runs."""
         with self._changing():
-            return self.recency.coldest_runs(num_blocks)
+            return self.recency.coldest_runs(num_blocks, with_pinned=with_pinned)
 
     # -- upkeep --------------------------------------------------------------------------------------------------------
     def recover(self, is_alone: bool) -> None:

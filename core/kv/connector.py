@@ -67,7 +67,7 @@ class TransferResult:
 
     moved_bytes counts payload that crossed the medium (a save of a block that the store already holds moves none); duration_s
     is the time from start_load / start_save to the end on the connector's side, queueing included (0: not measured). wants_save:
-    a faster part of the store lacks these loaded blocks and would like them saved, when convenient.
+    a faster or nearer part of the store lacks these loaded blocks and would like them saved, when convenient.
     """
 
     transfer_id: int
