@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import mmap
 import os
 import select
 import socket
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from connectors.huge_pages import map_file
 from connectors.ray.messages import (
     STATUS_BYTES,
     FrameStream,
@@ -47,9 +47,17 @@ class DirectoryConnection:
     store: npt.NDArray[np.uint8]
     status: StoreStatus
 
+    def fileno(self) -> int:
+        """For poll."""
+        return self.stream.fileno()
+
     def is_stale(self) -> bool:
         """Whether an idle connection was closed by the other end."""
         return is_readable(self.stream.fileno())
+
+    def close(self) -> None:
+        """Safe to repeat."""
+        self.stream.close()
 
 
 class DirectoryDoor:
@@ -61,7 +69,7 @@ class DirectoryDoor:
         self._timeout_s = timeout_s
         self._mutex = threading.Lock()  # of the three below
         self._streams: weakref.WeakSet[FrameStream] = weakref.WeakSet()
-        self._stores: weakref.WeakValueDictionary[tuple[int, int], mmap.mmap] = weakref.WeakValueDictionary()
+        self._stores: weakref.WeakValueDictionary[tuple[int, int], npt.NDArray[np.uint8]] = weakref.WeakValueDictionary()
         self._is_closed = False
 
     def open(self, pool_descriptor: int | None = None) -> DirectoryConnection:
@@ -106,14 +114,12 @@ class DirectoryDoor:
         if descriptor is None:
             return np.empty(0, dtype=np.uint8)
         found = os.fstat(descriptor)
-        if not 0 < num_bytes <= found.st_size:
-            raise ConnectorError("the object store is smaller than it should be")
         with self._mutex:
-            mapping = self._stores.get((found.st_dev, found.st_ino))
-            if mapping is None:
-                mapping = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
-                self._stores[found.st_dev, found.st_ino] = mapping
-        return np.frombuffer(mapping, dtype=np.uint8)
+            memory = self._stores.get((found.st_dev, found.st_ino))
+            if memory is None:
+                memory = map_file(descriptor, num_bytes)
+                self._stores[found.st_dev, found.st_ino] = memory
+        return memory
 
 
 class DirectoryStarter:

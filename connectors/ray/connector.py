@@ -22,8 +22,9 @@ from connectors.prefix_chains import PrefixChains
 from connectors.queued_connector import QueuedConnector
 from connectors.ray.client import DirectoryConnection, DirectoryDoor, DirectoryStarter
 from connectors.ray.lane import RayLane
-from connectors.ray.link import LinkState, RayLink
+from connectors.ray.link import RayLink
 from connectors.ray.shared_pool import open_shared
+from connectors.store_link import LinkState
 from connectors.stored_block import BlockCheck
 from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed, refuse_bad_ids
 from core.clock import Clock
@@ -53,7 +54,7 @@ class RayOptions:
     this host, where that was given. auth: how that Ray was started, "disabled" or "token" (RAY_AUTH_MODE). Ray runs as our user.
 
     namespace separates stores. capacity_bytes bounds one store on one node, and is taken from that node's object store memory;
-    object_bytes the objects in it: a save that is larger becomes several. A store ends linger_s after its last user.
+    object_bytes the objects of many blocks each that it keeps there. A store ends linger_s after its last user.
     num_threads transfers move at the same time. op_timeout_s bounds every wait for the directory. max_known_hashes bounds what a
     process remembers of the store, at about 150 bytes each; lookup_batch_size is how many blocks are asked about at once.
     """
@@ -136,7 +137,7 @@ class RayConnector(QueuedConnector):
         options, layout = self._options, pool.layout
         self._pool, self._layout = pool, layout
         self._pool_descriptor = open_shared(pool)
-        self._lane = RayLane(pool, options.object_bytes, self._workers.run_jobs)
+        self._lane = RayLane(pool, self._workers.run_jobs)
         hello = {
             "namespace": options.namespace,
             "layout": layout.fingerprint.hex(),
@@ -270,7 +271,7 @@ class RayConnector(QueuedConnector):
         with self._mutex:
             connection = self._idle_connections.pop() if self._idle_connections else None
         if connection is not None and connection.is_stale():
-            connection.stream.close()
+            connection.close()
             connection = None
         if connection is None:
             assert self._door is not None
@@ -278,21 +279,21 @@ class RayConnector(QueuedConnector):
         try:
             yield connection
         except BaseException:
-            connection.stream.close()
+            connection.close()
             raise
         with self._mutex:
             is_closed = self._is_closed
             if not is_closed:
                 self._idle_connections.append(connection)
         if is_closed:
-            connection.stream.close()
+            connection.close()
 
     def _drop_idle_connections(self) -> None:
         """They would keep the memory of an object store that has ended."""
         with self._mutex:
             connections, self._idle_connections = self._idle_connections, []
         for connection in connections:
-            connection.stream.close()
+            connection.close()
 
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:

@@ -6,52 +6,45 @@ load Ray; it starts `python -m connectors.ray.directory OPTIONS` when no directo
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import json
 import logging
-import mmap
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from connectors.huge_pages import map_file
 from connectors.ray.messages import VERSION, socket_address
-from connectors.ray.put_queue import ObjectMedium
-from connectors.ray.server import BorrowedBlocks, DirectoryServer, Peers
+from connectors.ray.server import USABLE_FRACTION, DirectoryServer, Peers
+from connectors.ray.sessions import BorrowedBlocks
+from connectors.ray.slabs import ObjectMedium
 
 logger = logging.getLogger(__name__)
 
 RAY_NAMESPACE = "kvrelay"
-_PIECE_BYTES = 1024 * 1024  # larger arrays are copied by six threads each, which on few cores costs more than it gains
-_PREPARED_BYTES = 64 * 1024 * 1024  # ahead of what is used
-_PREPARE_STEP_BYTES = 4 * 1024 * 1024
-_MADV_POPULATE_WRITE = 23
-_PUT_TIMEOUT_S = 10.0
+_GET_TIMEOUT_S = 10.0
+_SHARED_OBJECT_BYTES = 32 * 1024 * 1024
+_SHARE_TIMEOUT_S = 1.0
 _PEERS_INTERVAL_S = 2.0
 _PROBE_INTERVAL_S = 0.2
 _INIT_TIMEOUT_S = 15.0
 _NUM_ATTEMPTS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class RayHandle:
-    """Keeps an object: the reference, which owns it, and the mapped arrays. How its blocks lie in these."""
-
-    reference: Any
-    arrays: Any
-    run_sizes: list[int]
-    block_bytes: int
-
-
 class RayMedium(ObjectMedium):
-    """The object store of this node. Every object stays mapped while it is held, so that Ray cannot spill it to disk."""
+    """The object store of this node. Every object stays mapped while it is held, so that Ray cannot spill it to disk.
+
+    Their owner writes to these objects for as long as it has them, so no other process may get a reference to one: Ray takes
+    objects for unchanging, and other nodes would keep copies.
+    """
 
     def __init__(self) -> None:
         """Raises OSError when the object store's memory cannot be found."""
@@ -59,59 +52,26 @@ class RayMedium(ObjectMedium):
 
         self._ray = ray
         probe = ray.put([np.zeros(1024 * 1024, dtype=np.uint8)])  # too large to be kept anywhere else
-        address = _address_of(ray.get(probe, timeout=_PUT_TIMEOUT_S)[0])
-        self._start, self._end, inode = _mapping_around(address)
-        self.descriptor = _open_store_file(inode)
-        self.num_bytes = os.fstat(self.descriptor).st_size
-        self._num_used_bytes = self._num_prepared_bytes = 0
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        address = _address_of(ray.get(probe, timeout=_GET_TIMEOUT_S)[0])
+        self._start, end, inode = _mapping_around(address)
+        self.descriptor, writable = _open_store_file(inode)
+        try:
+            self.num_bytes = min(os.fstat(self.descriptor).st_size, end - self._start)
+            self.memory = map_file(writable, self.num_bytes, is_writable=True)
+        finally:
+            os.close(writable)
 
-    def make(self, runs: Sequence[memoryview], block_bytes: int) -> tuple[Any, list[int]] | None:
+    def make(self, num_bytes: int) -> tuple[Any, int] | None:
         """Raises what Ray raises."""
-        pieces: list[Any] = []
-        for run in runs:
-            starts = range(0, len(run), _PIECE_BYTES)
-            pieces += [np.frombuffer(run[start : start + _PIECE_BYTES], dtype=np.uint8) for start in starts]
-        reference = self._ray.put(pieces)
-        arrays = self._ray.get(reference, timeout=_PUT_TIMEOUT_S)
-        run_sizes = [len(run) for run in runs]
-        offsets = self.offsets_in(arrays, run_sizes, block_bytes)
-        if offsets is None:
-            return None
-        self._num_used_bytes = max(self._num_used_bytes, max(offsets) + block_bytes)
-        self._num_prepared_bytes = max(self._num_prepared_bytes, self._num_used_bytes)  # what lies before may be others'
-        return RayHandle(reference, arrays, run_sizes, block_bytes), offsets
+        reference = self._ray.put([np.zeros(num_bytes, dtype=np.uint8)])  # touches its memory, which costs ten times a copy
+        array = self._ray.get(reference, timeout=_GET_TIMEOUT_S)[0]
+        offset = self.offset_of(array)
+        return None if offset is None else ((reference, array), offset)
 
-    def offsets_in(self, arrays: Sequence[Any], run_sizes: Sequence[int], block_bytes: int) -> list[int] | None:
-        """Where each block of these runs begins, which the arrays hold in pieces; None: not in the object store's memory
-        (Ray puts what does not fit there into files)."""
-        spans = iter([(_address_of(array), len(array)) for array in arrays])
-        offsets: list[int] = []
-        for run_bytes in run_sizes:
-            begin, num_bytes = next(spans)
-            end = begin + num_bytes
-            while end - begin < run_bytes:
-                address, num_bytes = next(spans)
-                if address != end:
-                    return None
-                end += num_bytes
-            if not self._start <= begin <= end <= self._end:
-                return None
-            offsets += range(begin - self._start, end - self._start, block_bytes)
-        return offsets
-
-    def prepare(self) -> bool:
-        """Touch memory ahead of its first use, which would cost ten times the copy."""
-        target = min(self.num_bytes, self._end - self._start, self._num_used_bytes + _PREPARED_BYTES)
-        num_bytes = min(_PREPARE_STEP_BYTES, target - self._num_prepared_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if num_bytes <= 0:
-            return False
-        if self._libc.madvise(self._start + self._num_prepared_bytes, num_bytes, _MADV_POPULATE_WRITE) != 0:
-            self._num_prepared_bytes = self.num_bytes  # an old kernel, or no memory: this is only to be faster
-            return False
-        self._num_prepared_bytes += num_bytes
-        return True
+    def offset_of(self, array: npt.NDArray[np.uint8]) -> int | None:
+        """Where the content of an object is; None: not in the object store's memory (Ray puts what does not fit into files)."""
+        offset = _address_of(array) - self._start
+        return offset if 0 <= offset <= self.num_bytes - len(array) else None
 
 
 def _address_of(array: Any) -> int:
@@ -128,15 +88,17 @@ def _mapping_around(address: int) -> tuple[int, int, int]:
     raise OSError("Ray's object store is not in a file")
 
 
-def _open_store_file(inode: int) -> int:
-    """The object store's memory, for reading. It has no name; the raylet, our parent, has it open. Raises OSError."""
+def _open_store_file(inode: int) -> tuple[int, int]:
+    """The object store's memory, for reading and for writing. It has no name; our parent, the raylet, has it open.
+
+    Raises OSError."""
     for entry in Path(f"/proc/{os.getppid()}/fd").iterdir():
         try:
             found = entry.stat()
         except OSError:
             continue
         if found.st_ino == inode and "plasma" in str(entry.readlink()):
-            return os.open(entry, os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(entry, os.O_RDONLY | os.O_CLOEXEC), os.open(entry, os.O_RDWR | os.O_CLOEXEC)
     raise OSError("the raylet does not show Ray's object store")
 
 
@@ -161,17 +123,18 @@ class RayPeers(Peers):
     def fetch(self, key: str, names: Sequence[bytes], timeout_s: float) -> BorrowedBlocks:
         borrowed = BorrowedBlocks({}, [])
         deadline_s = time.monotonic() + timeout_s
-        for references, layouts, places in self._ask_all(lambda actor: actor.share.remote(key, list(names)), timeout_s / 2):
+        for references, places in self._ask_all(lambda actor: actor.share.remote(key, list(names)), timeout_s / 2):
             try:
-                values = self._ray.get(references, timeout=max(0.001, deadline_s - time.monotonic()))
+                objects = self._ray.get(references, timeout=max(0.001, deadline_s - time.monotonic()))
             except Exception as error:  # the boundary to Ray
                 logger.warning("blocks of another node were not had: %r", error)
                 continue
-            offsets = [self._medium.offsets_in(value, *layout) for value, layout in zip(values, layouts, strict=True)]
-            borrowed.keeper.append((references, values))
-            for name, (number, position, header) in zip(names, places, strict=True):
-                if number >= 0 and (found := offsets[number]) is not None:
-                    borrowed.places.setdefault(name, (found[position], header))
+            borrowed.keeper.append((references, objects))
+            arrays = [array for value in objects for array in value]
+            for array, (position, header) in zip(arrays, places, strict=True):
+                offset = self._medium.offset_of(array)
+                if offset is not None:
+                    borrowed.places.setdefault(names[position], (offset, header))
         return borrowed
 
     def _ask_all(self, ask: Callable[[Any], Any], timeout_s: float) -> list[Any]:
@@ -210,8 +173,13 @@ class Directory:
     """The actor: a DirectoryServer over this node's object store. Its methods are for the directories of other nodes."""
 
     def __init__(self, own_name: str, linger_s: float) -> None:
-        medium = RayMedium()
-        self._server = DirectoryServer(medium, RayPeers(own_name, medium), linger_s, end=lambda: os._exit(0))
+        import ray
+
+        self._ray = ray
+        self._medium = RayMedium()
+        self._max_shared_bytes = int(self._medium.num_bytes * (1 - USABLE_FRACTION) / 2)
+        self._share_turn = threading.Lock()  # whoever calls Ray for others
+        self._server = DirectoryServer(self._medium, RayPeers(own_name, self._medium), linger_s, end=lambda: os._exit(0))
 
     def listen(self, address: bytes) -> None:
         """Be reached by engines that call the same Ray by this name. Raises OSError."""
@@ -219,17 +187,27 @@ class Directory:
 
     def find(self, key: str, names: list[bytes]) -> bytes:
         """Which of these blocks are stored here."""
-        return bytes(place is not None for place in self._server.places(key, names))
+        with self._server.pinned(key, names) as (_, places):
+            return bytes(place is not None for place in places)
 
-    def share(self, key: str, names: list[bytes]) -> tuple[list[Any], list[tuple[list[int], int]], list[tuple[int, int, bytes]]]:
-        """References to the objects that hold these blocks; the runs and the block size of each; and for each name its object's
-        number (-1: not here), its position there and its header."""
-        found = self._server.places(key, names)
-        handles = {place[0]: handle for place in found if place and (handle := place[0].handle)}  # or it is being dropped
-        numbers = {stored: number for number, stored in enumerate(handles)}
-        places = [(numbers[place[0]], place[1], place[2]) if place and place[0] in numbers else (-1, 0, b"") for place in found]
-        layouts = [(handle.run_sizes, handle.block_bytes) for handle in handles.values()]
-        return [handle.reference for handle in handles.values()], layouts, places
+    def share(self, key: str, names: list[bytes]) -> tuple[list[Any], list[tuple[int, bytes]]]:
+        """References to new objects with those of these blocks that are here, up to a bound; for each its name's position and
+        its header."""
+        with self._server.pinned(key, names) as (block_bytes, places):
+            found = [(position, place) for position, place in enumerate(places) if place]
+            del found[self._max_shared_bytes // block_bytes :]
+            if not found or not self._share_turn.acquire(timeout=_SHARE_TIMEOUT_S):  # Ray hangs
+                return [], []
+            try:
+                num_per_object = max(1, _SHARED_OBJECT_BYTES // block_bytes)
+                memory = self._medium.memory
+                references = [
+                    self._ray.put([memory[place.offset :][:block_bytes] for _, place in found[first : first + num_per_object]])
+                    for first in range(0, len(found), num_per_object)
+                ]
+            finally:
+                self._share_turn.release()
+            return references, [(position, place.header) for position, place in found]
 
 
 def _actor_name(node_id: str) -> str:
@@ -239,14 +217,16 @@ def _actor_name(node_id: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Make the directory of this node, once Ray can be reached. One argument, JSON: address, node_ip, auth, linger_s.
 
-    Ends when it has been made, when its standard input does (so does whoever started it), or after a failure, which it prints.
+    Ends when it has been made, when its standard input does (so does whoever started it), or after a failure, which it prints;
+    Ray's end is one.
     """
     options = json.loads(arguments[0])
     threading.Thread(target=_end_with_input, daemon=True).start()
     os.environ.update(RAY_AUTH_MODE=options["auth"], RAY_USAGE_STATS_ENABLED="0")
     import ray  # takes a while; meanwhile Ray may come
 
-    _wait_reachable(options["address"])
+    probe = _wait_reachable(options["address"])
+    threading.Thread(target=_end_with_ray, args=(probe,), daemon=True).start()
     watchdog = threading.Timer(_INIT_TIMEOUT_S, lambda: _fail(f"Ray does not answer (auth: {options['auth']})"))
     watchdog.daemon = True
     watchdog.start()
@@ -292,18 +272,27 @@ def _make_actor(ray: Any, options: dict[str, Any]) -> None:
             time.sleep(_PROBE_INTERVAL_S)
 
 
-def _wait_reachable(address: str) -> None:
+def _wait_reachable(address: str) -> socket.socket:
+    """A connection to Ray, which ends when Ray does."""
     host, _, port = address.rpartition(":")
     has_told = False
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
-            return
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=1.0)
         except OSError as error:
             if not has_told:
                 print(f"no Ray at {address} ({error}); `ray start --head --port {port}` starts one", flush=True)
                 has_told = True
             time.sleep(_PROBE_INTERVAL_S)
+
+
+def _end_with_ray(probe: socket.socket) -> None:
+    """Whatever still waits for that Ray does so for many seconds; the program that comes after this one waits for the next."""
+    probe.settimeout(None)
+    with contextlib.suppress(OSError):
+        while probe.recv(4096):
+            pass
+    _fail("Ray has ended")
 
 
 def _end_with_input() -> None:

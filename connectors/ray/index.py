@@ -1,7 +1,8 @@
-"""What one store of a directory holds: blocks by name, in objects of several blocks, within a budget of bytes.
+"""What one store of a directory holds: blocks by name, in slots of slabs, within a budget of bytes.
 
-Plain state without Ray, sockets or threads; the caller holds a lock. An object goes as a whole, the least recently used first.
-A prefix is touched from its end to its beginning, so that its tail goes first.
+A slab is one object of Ray's, cut into slots of one block; a slot is known by its offset in the object store's memory.
+Plain state without Ray, sockets or threads; the caller holds a lock. The least recently used block goes first, and a prefix
+is touched from its end to its beginning, so that its tail goes first.
 """
 
 from __future__ import annotations
@@ -10,138 +11,146 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from connectors.ray.messages import StoreStatus
 from connectors.stored_block import BLOCK_HEADER_BYTES
 
+_ALIGNMENT = 64
+_FIRST_SLAB_BYTES = 4 * 1024 * 1024  # then as much as there is, up to a whole object: a small store takes little
+
 
 @dataclass(eq=False, slots=True)
-class StoredObject:
-    """One object: where its blocks begin in the object store's memory, and what keeps it there (opaque here)."""
-
-    handle: Any
-    offsets: Sequence[int]
-    num_bytes: int
-    names: set[bytes] = field(default_factory=set)  # of blocks that are found here
-    num_pins: int = 0  # readers that copy, writers that have still to name their blocks
-    number: int = 0  # in its store
-    last_used_s: float = 0.0  # Unix time
-
-
-@dataclass(frozen=True, slots=True)
 class Place:
-    """Where a block is."""
+    """Where a block is, for as long as it is found under its name or somebody copies it."""
 
-    stored: StoredObject
-    position: int
+    offset: int
     header: bytes
-
-    @property
-    def offset(self) -> int:
-        """In bytes, from the beginning of the object store's memory."""
-        return self.stored.offsets[self.position]
+    number: int  # in its store: a block that goes and comes again has another one
+    last_used_s: float  # Unix time
+    num_pins: int = 0
+    is_forgotten: bool = False
 
 
 class StoreIndex:
-    """One store. `dropped` collects objects that hold nothing any more: the caller lets go of them, outside its lock."""
+    """One store, of at most capacity_bytes, in slabs of at most object_bytes."""
 
-    def __init__(self, capacity_bytes: int, block_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, block_bytes: int, object_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
+        self.block_bytes = block_bytes
         self.bytes_per_block = block_bytes + BLOCK_HEADER_BYTES
-        self.dropped: list[StoredObject] = []
-        self._place_by_name: dict[bytes, Place] = {}
-        self._objects: OrderedDict[StoredObject, None] = OrderedDict()  # the least recently used first
+        self.slot_bytes = -(-block_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.slabs: list[Any] = []  # what keeps them (opaque here); empty again once the store has ended
+        self.has_ended = False
+        self._slots_per_object = max(1, object_bytes // self.slot_bytes)
+        self._place_by_name: OrderedDict[bytes, Place] = OrderedDict()  # the least recently used first
+        self._free_offsets: list[int] = []
+        self._num_slots = 0
         self._numbers = itertools.count(1)
-        self._num_reserved_bytes = 0
-        self._num_object_bytes = 0
         self._num_evicted = 0
 
     def status(self) -> StoreStatus:
         """For every answer."""
-        return StoreStatus(len(self._place_by_name), self.num_bytes, self.capacity_bytes, self._num_evicted)
+        num_blocks = len(self._place_by_name)
+        return StoreStatus(num_blocks, num_blocks * self.bytes_per_block, self.capacity_bytes, self._num_evicted)
 
     @property
     def num_bytes(self) -> int:
-        """Of objects, and of those that are being made."""
-        return self._num_object_bytes + self._num_reserved_bytes
+        """Of all slots."""
+        return self._num_slots * self.bytes_per_block
 
     # -- finding -------------------------------------------------------------------------------------------------------
     def find(self, name: bytes) -> Place | None:
         """Where a block is, if it is stored."""
         return self._place_by_name.get(name)
 
+    def names(self) -> list[bytes]:
+        """Of all blocks, the least recently used first."""
+        return list(self._place_by_name)
+
     def touch(self, chain: Sequence[bytes]) -> None:
         """These were used now; chain goes from a prefix's beginning to its end."""
-        last: StoredObject | None = None
         now_s = time.time()
         for name in reversed(chain):
             place = self._place_by_name.get(name)
-            if place is not None and place.stored is not last:
-                last = place.stored
-                last.last_used_s = now_s
-                self._objects.move_to_end(last)
+            if place is not None:
+                place.last_used_s = now_s
+                self._place_by_name.move_to_end(name)
 
-    def objects(self) -> list[StoredObject]:
-        """All, the least recently used first."""
-        return list(self._objects)
-
-    def unpin(self, stored: StoredObject) -> None:
-        """One reader or writer less."""
-        stored.num_pins -= 1
-        self._drop_if_unused(stored)
+    def unpin(self, place: Place) -> None:
+        """One reader less."""
+        place.num_pins -= 1
+        self._free_if_unused(place)
 
     # -- storing -------------------------------------------------------------------------------------------------------
-    def reserve(self, num_blocks: int, kept: Iterable[bytes], max_bytes: int) -> int:
-        """Make room for num_blocks blocks, or as many of them as can be had without the objects of `kept` and those in use, and
-        with at most max_bytes more than now in all. The reservation ends with commit() or cancel()."""
-        safe = {place.stored for name in kept if (place := self._place_by_name.get(name))}
-        needed = num_blocks * self.bytes_per_block
-        limit = min(self.capacity_bytes, self.num_bytes + max_bytes)
-        if self.num_bytes + needed > limit:
-            victims = (stored for stored in list(self._objects) if stored not in safe and not stored.num_pins)
-            for victim in itertools.takewhile(lambda _: self.num_bytes + needed > limit, victims):
-                self._num_evicted += len(victim.names)
-                self.forget(list(victim.names))
-        num_granted = max(0, min(num_blocks, (limit - self.num_bytes) // self.bytes_per_block))
-        self._num_reserved_bytes += num_granted * self.bytes_per_block
-        return num_granted
+    def next_slab_slots(self, room_bytes: int) -> int:
+        """How many slots another slab should have, with room_bytes left for all stores; 0: there is to be none."""
+        num_first = max(1, _FIRST_SLAB_BYTES // self.slot_bytes)
+        num_left = min(self.capacity_bytes - self.num_bytes, room_bytes) // self.bytes_per_block
+        return 0 if self.has_ended else max(0, min(self._slots_per_object, max(num_first, self._num_slots), num_left))
 
-    def cancel(self, num_blocks: int) -> None:
-        """Give back a reservation whose object was not made."""
-        self._num_reserved_bytes -= num_blocks * self.bytes_per_block
+    @property
+    def num_free(self) -> int:
+        """Slots."""
+        return len(self._free_offsets)
 
-    def add_object(self, stored: StoredObject) -> None:
-        """An object for which room was reserved, with a pin of each writer that will commit() or unpin()."""
-        self._num_reserved_bytes -= stored.num_bytes
-        self._num_object_bytes += stored.num_bytes
-        stored.number, stored.last_used_s = next(self._numbers), time.time()
-        self._objects[stored] = None
+    @property
+    def is_short_of_slots(self) -> bool:
+        """Whether another slab would be used soon."""
+        return self._num_slots > 0 and len(self._free_offsets) < min(self._slots_per_object, self._num_slots) // 2
 
-    def commit(self, stored: StoredObject, first: int, names: Sequence[bytes], headers: Sequence[bytes]) -> None:
-        """Blocks [first, first + len(names)) of an object are these; what another object has already stays there. Ends a pin."""
-        for position, (name, header) in enumerate(zip(names, headers, strict=True), start=first):
-            if name not in self._place_by_name:
-                self._place_by_name[name] = Place(stored, position, header)
-                stored.names.add(name)
-        self.unpin(stored)
+    def add_slab(self, handle: Any, offset: int, num_slots: int) -> None:
+        """An object, and where it begins."""
+        self.slabs.append(handle)
+        self._num_slots += num_slots
+        self._free_offsets += range(offset + (num_slots - 1) * self.slot_bytes, offset - 1, -self.slot_bytes)
+
+    def take(self, num_slots: int) -> list[int]:
+        """That many free slots, or those that there are, neighbours where possible. They come back by free() or commit()."""
+        first = max(0, len(self._free_offsets) - num_slots)
+        taken = sorted(self._free_offsets[first:])
+        del self._free_offsets[first:]
+        return taken
+
+    def evict(self, num_slots: int, kept: Iterable[bytes]) -> None:
+        """Free that many slots, or as many as can be had without the blocks of `kept` and those in use."""
+        if num_slots <= 0:
+            return
+        safe = set(kept)
+        unused = (name for name, place in self._place_by_name.items() if name not in safe and not place.num_pins)
+        victims = list(itertools.islice(unused, num_slots))
+        self._num_evicted += len(victims)
+        self.forget(victims)
+
+    def free(self, offsets: Iterable[int]) -> None:
+        """Slots that were taken for nothing."""
+        self._free_offsets += offsets
+
+    def commit(self, names: Sequence[bytes], offsets: Sequence[int], headers: Sequence[bytes]) -> None:
+        """Slots that were taken hold these blocks now, used as in a prefix; what another has stored meanwhile stays as it is."""
+        now_s = time.time()
+        for name, offset, header in reversed(list(zip(names, offsets, headers, strict=True))):
+            if name in self._place_by_name:
+                self._free_offsets.append(offset)
+            else:
+                self._place_by_name[name] = Place(offset, header, next(self._numbers), now_s)
 
     def forget(self, names: Iterable[bytes]) -> None:
         """These blocks are not stored any more."""
         for name in names:
             place = self._place_by_name.pop(name, None)
             if place is not None:
-                place.stored.names.discard(name)
-                self._drop_if_unused(place.stored)
+                place.is_forgotten = True
+                self._free_if_unused(place)
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._num_evicted += len(self._place_by_name)
-        self.forget(list(self._place_by_name))
+    def end(self) -> list[Any]:
+        """Forget everything, for good. Returns what keeps the slabs."""
+        self.has_ended = True
+        slabs, self.slabs, self._num_slots, self._free_offsets = self.slabs, [], 0, []
+        self._place_by_name.clear()
+        return slabs
 
-    def _drop_if_unused(self, stored: StoredObject) -> None:
-        if not stored.names and not stored.num_pins and stored in self._objects:
-            del self._objects[stored]
-            self._num_object_bytes -= stored.num_bytes
-            self.dropped.append(stored)
+    def _free_if_unused(self, place: Place) -> None:
+        if place.is_forgotten and not place.num_pins:
+            self._free_offsets.append(place.offset)

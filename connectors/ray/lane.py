@@ -13,11 +13,12 @@ import numpy as np
 
 from connectors.ray.client import DirectoryConnection
 from connectors.ray.messages import ABSENT, LOCATED_BLOCK, Operation, StoreStatus, pack_chain, pack_names, pack_put
-from connectors.stored_block import BlockCheck, check_block, pack_block_header
+from connectors.stored_block import BlockCheck, check_block
 from core.kv.pool_memory import KVPoolMemory
 
-_PIECE_BYTES = 3 * 1024 * 1024  # one thread's share of a load
-_MAX_OUTSTANDING = 2  # objects of one save: headers of the second are computed while the first is made
+_RUN_BYTES = 1024 * 1024  # of a load, copied at once and then verified
+_PUT_BYTES = 8 * 1024 * 1024  # of a save, asked for at once: whether it should stop is looked at between them
+_MAX_OUTSTANDING = 2  # of these, so that the directory need not wait for us
 
 Job = Callable[[], None]
 
@@ -43,12 +44,13 @@ class SaveReport:
 class RayLane:
     """Moves blocks between a pool and a store. Any number of threads, each with a connection of its own."""
 
-    def __init__(self, pool: KVPoolMemory, object_bytes: int, run_jobs: Callable[[Sequence[Job]], None]) -> None:
+    def __init__(self, pool: KVPoolMemory, run_jobs: Callable[[Sequence[Job]], None]) -> None:
         """run_jobs: runs all of these, on several threads where it can."""
         self._pool = pool
         self._layout = pool.layout
         self._pool_bytes = np.frombuffer(pool.buffer, dtype=np.uint8)
-        self._num_per_object = max(1, object_bytes // pool.layout.block_bytes)
+        self._num_per_run = max(1, _RUN_BYTES // pool.layout.block_bytes)
+        self._num_per_put = max(1, _PUT_BYTES // pool.layout.block_bytes)
         self._run_jobs = run_jobs
 
     def load(
@@ -68,17 +70,12 @@ class RayLane:
         places = list(LOCATED_BLOCK.iter_unpack(answer))
         num_placed = next((position for position, (offset, _) in enumerate(places) if offset == ABSENT), len(names))
         report = LoadReport(status, num_placed)
-        num_together = max(1, _PIECE_BYTES // self._layout.block_bytes)
-
-        def copy(first: int) -> None:
-            for position in range(first, min(first + num_together, num_placed)):
-                if should_stop():
-                    return
-                offset, header = places[position]
-                check = self._copy(connection, offset, header, names[position], block_ids[position])
-                report.checks[position] = check
-
-        self._run_jobs([functools.partial(copy, first) for first in range(0, num_placed, num_together)])
+        self._run_jobs(
+            [
+                functools.partial(self._copy, connection, run, places, names, block_ids, should_stop, report.checks)
+                for run in self._runs(places[:num_placed], block_ids)
+            ]
+        )
         stream.begin()
         stream.send(Operation.RELEASE, b"")
         damaged = [names[position] for position, check in report.checks.items() if check is not BlockCheck.OK]
@@ -86,14 +83,45 @@ class RayLane:
             stream.ask(Operation.FORGET, pack_names(damaged), 0)
         return report
 
-    def _copy(self, connection: DirectoryConnection, offset: int, header: bytes, name: bytes, block_id: int) -> BlockCheck:
-        num_bytes = self._layout.block_bytes
+    def _runs(self, places: Sequence[tuple[int, bytes]], block_ids: Sequence[int]) -> list[range]:
+        """Positions of blocks that are neighbours there and here, so that one copy does; not too many, for verifying soon."""
+        stride_bytes = self._layout.block_stride_bytes
+        runs: list[range] = []
+        for position, (offset, _) in enumerate(places):
+            if (
+                runs
+                and len(runs[-1]) < self._num_per_run
+                and places[position - 1][0] + stride_bytes == offset
+                and block_ids[position - 1] + 1 == block_ids[position]
+            ):
+                runs[-1] = range(runs[-1].start, position + 1)
+            else:
+                runs.append(range(position, position + 1))
+        return runs
+
+    def _copy(
+        self,
+        connection: DirectoryConnection,
+        run: range,
+        places: Sequence[tuple[int, bytes]],
+        names: Sequence[bytes],
+        block_ids: Sequence[int],
+        should_stop: Callable[[], object],
+        checks: dict[int, BlockCheck],
+    ) -> None:
+        if should_stop():
+            return
+        layout, pool = self._layout, self._pool_bytes
+        offset, start = places[run.start][0], block_ids[run.start] * layout.block_stride_bytes
+        num_bytes = (len(run) - 1) * layout.block_stride_bytes + layout.block_bytes
         if offset + num_bytes > len(connection.store):
-            return BlockCheck.CORRUPT
-        start = block_id * self._layout.block_stride_bytes
+            checks.update(dict.fromkeys(run, BlockCheck.CORRUPT))
+            return
         # Lets go of the GIL, unlike a slice of bytes.
-        np.copyto(self._pool_bytes[start : start + num_bytes], connection.store[offset : offset + num_bytes])
-        return check_block(header, self._pool.block(block_id), self._layout.fingerprint, name)
+        np.copyto(pool[start : start + num_bytes], connection.store[offset : offset + num_bytes])
+        for position in run:
+            block = self._pool.block(block_ids[position])
+            checks[position] = check_block(places[position][1], block, layout.fingerprint, names[position])
 
     def save(
         self,
@@ -116,13 +144,14 @@ class RayLane:
         stored = report.stored
         first_positions = {name: position for position, name in reversed(list(enumerate(names))) if name not in stored}
         missing = sorted(first_positions.values())
-        groups = [missing[first : first + self._num_per_object] for first in range(0, len(missing), self._num_per_object)]
+        groups = [missing[first : first + self._num_per_put] for first in range(0, len(missing), self._num_per_put)]
         num_sent = num_answered = 0
         while num_answered < len(groups):
             if num_sent < len(groups) and num_sent - num_answered < _MAX_OUTSTANDING and not should_stop():
                 group = groups[num_sent]
                 stream.begin()
-                self._send(connection, [names[position] for position in group], [block_ids[position] for position in group], kept)
+                group_names, group_ids = [names[position] for position in group], [block_ids[position] for position in group]
+                stream.send(Operation.PUT, pack_put(group_names, group_ids, kept))
                 num_sent += 1
                 continue
             if num_answered == num_sent:  # it should stop
@@ -136,15 +165,3 @@ class RayLane:
             if not all(flags):  # no more room
                 groups = groups[:num_sent]
         return report
-
-    def _send(
-        self, connection: DirectoryConnection, names: Sequence[bytes], block_ids: Sequence[int], kept: Sequence[bytes]
-    ) -> None:
-        """The directory begins to read these blocks while we compute their headers."""
-        connection.stream.send(Operation.PUT, pack_put(names, block_ids, kept))
-        fingerprint = self._layout.fingerprint
-        headers = [
-            pack_block_header(fingerprint, name, self._pool.block(block_id))
-            for name, block_id in zip(names, block_ids, strict=True)
-        ]
-        connection.stream.send(Operation.HEADERS, b"".join(headers))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.errors import ConnectorError
 
-VERSION = 1  # in the address, so that processes of two versions have directories of their own
+VERSION = 2  # in the address, so that processes of two versions have directories of their own
 NAME_BYTES = 16
 MAX_NAMES = 65536  # in one frame
 ABSENT = 2**64 - 1
@@ -37,15 +37,15 @@ class Operation(enum.IntEnum):
     HELLO = 1  # JSON, and on a data connection the pool's descriptor; answered with JSON and the object store's descriptor
     LOOKUP = 2  # names: which of them are stored
     TOUCH = 3  # ancestors and names, as in LOCATE: which of the names are stored
-    PUT = 4  # names, each with its block in the pool, and names that are touched and not evicted for them. The next frame is
-    HEADERS = 5  # their headers, which the sender computes meanwhile. Answered with 0, or 1: stored before, or 2: stored by this
+    PUT = 4  # names, each with its block in the pool, and names that are touched and not evicted for them. Answered with 0 each
+    # for what is not stored, 1 for what was stored before, 2 for what is by this
     LOCATE = 6  # ancestors and names: where in the object store each name is, which stays there until
     RELEASE = 7  # says that the last LOCATE's bytes have been copied
     FORGET = 8  # names whose bytes are not what they should be
     STORES = 9  # a namespace, instead of HELLO: which stores it has, as JSON. The connection ends
     LIST = 10  # of visitors, as are the next two; see visits.py: a page of what the store on this node holds
     INSPECT = 11  # as LOCATE, with names alone: this node's, and not as a use of them
-    REMOVE = 12  # names, each with the number of the object that it was listed in: which of them went
+    REMOVE = 12  # names, each with the number of the place that it was listed at: which of them went
     OK = 100
     REFUSED = 101  # the reason, as text
 

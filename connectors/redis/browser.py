@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from connectors.redis.server import RedisServer
-from connectors.redis.values import KEY_VERSION, MAX_PARTS, cut_payload
+from connectors.redis.values import HASH_TAG, KEY_VERSION, MAX_PARTS, cut_payload
 from connectors.store_browser import BlockEntry, RawBlock, StoreBrowser, WriteOutcome, in_batches
 from connectors.stored_block import BLOCK_HEADER_BYTES, read_block_header
 
@@ -27,7 +27,7 @@ class _Found:
 
 
 class RedisBrowser(StoreBrowser):
-    """One namespace of one server, in all layouts."""
+    """One namespace of one server or cluster, in all layouts."""
 
     def __init__(self, server: RedisServer, namespace: str, expiry_s: float) -> None:
         """Raises ConnectorError where the server cannot be reached."""
@@ -36,7 +36,9 @@ class RedisBrowser(StoreBrowser):
         self._expiry_s = expiry_s
         self._prefix = f"{namespace}:{KEY_VERSION}:".encode()
         # The hash, and behind a colon the number of a part that is not the first.
-        self._key = re.compile(re.escape(self._prefix) + rb"([0-9a-f]{32}):([0-9a-f]{32})(?::([1-9]))?")
+        self._before, self._after = HASH_TAG if server.is_cluster else (b"", b"")
+        block_hash = re.escape(self._before) + rb"([0-9a-f]{32})" + re.escape(self._after)
+        self._key = re.compile(re.escape(self._prefix) + rb"([0-9a-f]{32}):" + block_hash + rb"(?::([1-9]))?")
         self._capacity_bytes = self._client.max_memory_bytes()
 
     @property
@@ -118,7 +120,8 @@ class RedisBrowser(StoreBrowser):
         self._client.close()
 
     def _block_key(self, layout_fingerprint: bytes, block_hash: bytes) -> bytes:
-        return self._prefix + layout_fingerprint.hex().encode() + b":" + block_hash.hex().encode()
+        name = self._before + block_hash.hex().encode() + self._after
+        return self._prefix + layout_fingerprint.hex().encode() + b":" + name
 
     def _note_foreign(self, key: bytes) -> None:
         problem = f"a key of this namespace is no block's: {key[:200]!r}"

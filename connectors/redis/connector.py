@@ -19,13 +19,15 @@ from connectors.known_blocks import KnownBlocks
 from connectors.prefix_chains import PrefixChains
 from connectors.queued_connector import QueuedConnector
 from connectors.redis.browser import RedisBrowser
+from connectors.redis.cluster import CLUSTER_FIELD, RedisCluster
 from connectors.redis.lane import LaneReport, RedisLane
-from connectors.redis.link import LinkState, RedisLink
+from connectors.redis.link import RedisLink
 from connectors.redis.prefix_expiry import PrefixExpiry
 from connectors.redis.resp_stream import RespError
 from connectors.redis.server import Credentials, RedisServer, SentinelService
 from connectors.redis.values import BlockValues
 from connectors.store_browser import StoreBrowser
+from connectors.store_link import LinkState
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck
 from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed, refuse_bad_ids
 from core.clock import Clock
@@ -52,7 +54,8 @@ _SECRETS = ("username", "password", "sentinel_password")
 class RedisOptions:
     """url: redis://HOST:PORT/DB, rediss://… for TLS, unix:///PATH?db=DB; redis-py's query arguments (ssl_ca_certs=…) are fine.
     username, password: instead of those in the URL. sentinels: HOST:PORT,HOST:PORT of those that watch the primary called
-    sentinel_service; the URL then only says scheme, database and query arguments.
+    sentinel_service; the URL then only says scheme, database and query arguments. cluster_nodes: HOST:PORT,HOST:PORT of some
+    servers of a Redis Cluster, of which the others are learned; the URL then only says scheme, user and query arguments.
 
     namespace separates stores on one server. A block expires expiry_s after its last use; one deeper in its prefix a little
     earlier. num_threads transfers move at the same time, over num_connections connections each. op_timeout_s bounds every wait
@@ -70,6 +73,7 @@ class RedisOptions:
     sentinels: str = ""
     sentinel_service: str = "mymaster"
     sentinel_password: str = field(default="", repr=False)
+    cluster_nodes: str = ""
     namespace: str = "kvrelay"
     expiry_s: float = 24 * 3600.0
     num_connections: int = 4
@@ -139,7 +143,9 @@ class RedisConnector(QueuedConnector):
         """Begin to connect, and start the threads. A server that cannot be reached now is used when it can."""
         self._pool, self._layout = pool, pool.layout
         self._coding = self._coding_options.coding_for(pool.layout)
-        self._values = BlockValues.of(self._options.namespace, pool.layout, self._coding.fingerprint)
+        self._values = BlockValues.of(
+            self._options.namespace, pool.layout, self._coding.fingerprint, is_cluster=self._server.is_cluster
+        )
         self._link = RedisLink(self._server, self._values, self._known, self._options.lookup_batch_size, self._notify)
         self._link.start()
         self._workers.start_threads(self._options.num_threads, "kv-redis")
@@ -326,11 +332,15 @@ def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
 
 
 def _server_of(options: RedisOptions) -> RedisServer:
+    credentials, timeouts_s = Credentials(options.username, options.password), (options.connect_timeout_s, options.op_timeout_s)
+    if options.cluster_nodes:
+        if options.sentinels:
+            raise ConfigError(CLUSTER_FIELD, options.cluster_nodes, "none, with sentinels: a cluster watches itself")
+        return RedisCluster(options.url, credentials, *timeouts_s, options.cluster_nodes.split(","))
     return RedisServer(
         options.url,
-        Credentials(options.username, options.password),
-        options.connect_timeout_s,
-        options.op_timeout_s,
+        credentials,
+        *timeouts_s,
         SentinelService(
             tuple(options.sentinels.split(",")) if options.sentinels else (),
             options.sentinel_service,

@@ -6,13 +6,16 @@ the first. One thread drives all connections in turn; what it waits for in one i
 
 from __future__ import annotations
 
+import enum
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from connectors.coding.block_coding import BlockCoding
 from connectors.redis.link import NUM_STATUS_REPLIES, STATUS_COMMANDS
+from connectors.redis.node_streams import NodeStreams
 from connectors.redis.resp_stream import Reply, RespError, RespStream
-from connectors.redis.server import RedisServer
+from connectors.redis.server import Node, RedisServer
 from connectors.redis.values import BlockValues
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, check_block
 
@@ -20,6 +23,14 @@ _PIPELINE_BYTES = 256 * 1024  # small blocks: so many bytes under way on one con
 _MAX_PIPELINE = 16
 _MAX_CODING_BYTES = 4096  # of an encoded or encrypted block beyond the block's own
 _FULL = ("OOM",)
+
+
+class _Outcome(enum.Enum):
+    """Of one block's commands. ELSEWHERE: another server of the cluster has its slot now."""
+
+    STORED = "stored"
+    FULL = "full"
+    ELSEWHERE = "elsewhere"
 
 
 @dataclass(slots=True)
@@ -36,43 +47,43 @@ class RedisLane:
     """Used by one thread at a time. After an error its connections are closed and the next use opens others."""
 
     def __init__(self, server: RedisServer, values: BlockValues, coding: BlockCoding, num_connections: int) -> None:
-        self._server = server
         self._values = values
         self._coding = coding
-        self._num_connections = num_connections
-        self._num_pipelined = max(1, min(_MAX_PIPELINE, _PIPELINE_BYTES // coding.block_bytes))
+        num_pipelined = max(1, min(_MAX_PIPELINE, _PIPELINE_BYTES // coding.block_bytes))
+        self._max_under_way = num_connections * num_pipelined
         self._max_value_bytes = coding.block_bytes + _MAX_CODING_BYTES
-        self._streams: list[RespStream] = []
+        self._streams = NodeStreams(server, num_connections, num_pipelined)
 
     def close(self) -> None:
         """Let go of all connections. Does not raise."""
-        while self._streams:
-            self._streams.pop().close()
+        self._streams.close()
 
     def touch(self, block_hashes: Sequence[bytes], expiries_ms: Sequence[int]) -> list[bool]:
-        """Move the blocks' expiry; which of them are stored. Raises OSError, ConnectorError or RespError."""
-        (stream,) = self._open(1)
-        num_parts = self._values.num_parts
-        commands = [self._values.expire(name, moment) for name, moment in zip(block_hashes, expiries_ms, strict=True)]
-        digits = stream.exchange_digits(b"".join(commands), num_parts * len(commands))
-        return [b"0" not in digits[start : start + num_parts] for start in range(0, len(digits), num_parts)]
+        """Begin a transfer: move the blocks' expiry; which of them are stored. Raises OSError, ConnectorError or RespError."""
+        self._streams.drop_stale()
+        return self._touch(block_hashes, expiries_ms, b"", 0)[0]
 
     def touch_and_look(
         self, block_hashes: Sequence[bytes], expiries_ms: Sequence[int]
-    ) -> tuple[list[bool], list[Reply | RespError]]:
-        """As touch does, and the replies of STATUS_COMMANDS at the same moment."""
-        (stream,) = self._open(1)
-        num_parts = self._values.num_parts
-        commands = [self._values.expire(name, moment) for name, moment in zip(block_hashes, expiries_ms, strict=True)]
-        num_flags = num_parts * len(commands)
-        replies = stream.exchange(b"".join(commands) + STATUS_COMMANDS, num_flags + NUM_STATUS_REPLIES)
-        flags, status = replies[:num_flags], replies[num_flags:]
-        return [all(flag == 1 for flag in flags[start : start + num_parts]) for start in range(0, num_flags, num_parts)], status
+    ) -> tuple[list[bool], dict[Node, list[Reply | RespError]]]:
+        """As touch does, and at the same moment the replies of STATUS_COMMANDS by the servers that may have these blocks."""
+        return self._touch(block_hashes, expiries_ms, STATUS_COMMANDS, NUM_STATUS_REPLIES)
+
+    def _touch(
+        self, block_hashes: Sequence[bytes], expiries_ms: Sequence[int], trailer: bytes, num_trailing: int
+    ) -> tuple[list[bool], dict[Node, list[Reply | RespError]]]:
+        answers, replies = self._streams.ask(
+            block_hashes,
+            lambda position: self._values.expire(block_hashes[position], expiries_ms[position]),
+            self._values.num_parts,
+            trailer,
+            num_trailing,
+        )
+        return [b"0" not in digits for digits in answers], replies
 
     def delete(self, block_hashes: Sequence[bytes]) -> None:
         """Remove blocks. Raises as touch does."""
-        (stream,) = self._open(1)
-        stream.exchange(b"".join(self._values.delete(name) for name in block_hashes), len(block_hashes))
+        self._streams.ask(block_hashes, lambda position: self._values.delete(block_hashes[position]), 1)
 
     def load(
         self, block_hashes: Sequence[bytes], payloads: Sequence[memoryview], should_stop: Callable[[], object], report: LaneReport
@@ -81,18 +92,20 @@ class RedisLane:
 
         Afterwards nobody writes to the payloads. Raises as touch does; what is in the report by then is verified.
         """
-        streams = self._open(-(-len(block_hashes) // self._num_pipelined))
-        depth = len(streams) * self._num_pipelined
+        self._streams.begin_blocks()
+        under_way: deque[RespStream] = deque()
         num_asked, end = 0, len(block_hashes)
-        position = 0
-        while position < end:
-            while num_asked < min(end, position + depth):
-                streams[num_asked % len(streams)].send([self._values.get(block_hashes[num_asked])])
+        for position in range(end):
+            while num_asked < end and len(under_way) < self._max_under_way:
+                stream = self._streams.next_for(block_hashes[num_asked])
+                stream.send([self._values.get(block_hashes[num_asked])])
+                under_way.append(stream)
                 num_asked += 1
-            check = self._receive(streams[position % len(streams)], block_hashes[position], payloads[position])
+            if not under_way:
+                return
+            check = self._receive(under_way.popleft(), block_hashes[position], payloads[position])
             report.checks[position] = check
-            position += 1
-            if end > num_asked and (check is not BlockCheck.OK or should_stop()):
+            if check is not BlockCheck.OK or should_stop():
                 end = num_asked  # what is under way must be read
 
     def save(
@@ -104,42 +117,26 @@ class RedisLane:
         report: LaneReport,
     ) -> None:
         """Store blocks, in order, until the server is full or should_stop() says so. Raises as touch does."""
-        streams = self._open(-(-len(block_hashes) // self._num_pipelined))
-        depth = len(streams) * self._num_pipelined
-        num_sent = num_answered = 0
-        end = len(block_hashes)
-        unsealed: set[int] = set()  # what the codec cannot hold is not sent
-        while num_answered < end:
-            if num_sent < end and num_sent - num_answered < depth:
+        self._streams.begin_blocks()
+        under_way: deque[tuple[int, RespStream]] = deque()
+        num_sent, end = 0, len(block_hashes)
+        while num_sent < end or under_way:
+            if num_sent < end and len(under_way) < self._max_under_way:
                 sealed = self._coding.seal(block_hashes[num_sent], payloads[num_sent])
-                if sealed is None:
-                    unsealed.add(num_sent)
-                else:
+                if sealed is not None:  # what the codec cannot hold is not sent
                     header, payload = sealed[0], memoryview(sealed[1])
-                    command = self._values.set(block_hashes[num_sent], header, payload, lifetimes_ms[num_sent])
-                    streams[num_sent % len(streams)].send(command)
+                    stream = self._streams.next_for(block_hashes[num_sent])
+                    stream.send(self._values.set(block_hashes[num_sent], header, payload, lifetimes_ms[num_sent]))
+                    under_way.append((num_sent, stream))
                 num_sent += 1
                 continue
-            if num_answered in unsealed:
-                num_answered += 1
-                continue
-            if self._is_stored(streams[num_answered % len(streams)]):
-                report.stored.add(num_answered)
-            else:
-                report.is_full = True
-            num_answered += 1
+            position, stream = under_way.popleft()
+            outcome = self._receive_outcome(stream)
+            if outcome is _Outcome.STORED:
+                report.stored.add(position)
+            report.is_full |= outcome is _Outcome.FULL
             if report.is_full or should_stop():
                 end = num_sent
-
-    def _open(self, num_wanted: int) -> list[RespStream]:
-        """Connections that were fine a moment ago. Raises ConnectorError."""
-        num_streams = max(1, min(num_wanted, self._num_connections))
-        for stream in [stream for stream in self._streams[:num_streams] if stream.is_stale()]:
-            self._streams.remove(stream)
-            stream.close()
-        while len(self._streams) < num_streams:
-            self._streams.append(self._server.open_stream())
-        return self._streams[:num_streams]
 
     def _receive(self, stream: RespStream, block_hash: bytes, payload: memoryview) -> BlockCheck | None:
         """One block; None when a part of it is not there."""
@@ -161,15 +158,17 @@ class RedisLane:
         stored = memoryview(at_rest)[BLOCK_HEADER_BYTES:]
         return self._coding.unseal(at_rest[:BLOCK_HEADER_BYTES], stored, block_hash, payload)
 
-    def _is_stored(self, stream: RespStream) -> bool:
-        """Read the replies of one block's commands; False when the server is full. Raises RespError for any other refusal."""
-        refusals = []
+    def _receive_outcome(self, stream: RespStream) -> _Outcome:
+        """Read the replies of one block's commands. Raises RespError for any refusal but that of a full server."""
+        refusals, is_stored = [], True
         for _part in self._values.parts:
             try:
-                stream.receive_status()
+                is_stored &= stream.receive_status()
             except RespError as error:
                 refusals.append(error)
         for refusal in refusals:
             if refusal.word not in _FULL:
                 raise refusal
-        return not refusals
+        if refusals:
+            return _Outcome.FULL
+        return _Outcome.STORED if is_stored else _Outcome.ELSEWHERE

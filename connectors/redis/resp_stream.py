@@ -6,20 +6,21 @@ sent from where it lies. Knows commands and replies only as bytes; nothing of bl
 
 from __future__ import annotations
 
-import select
 import socket
-import ssl
-import struct
 import time
 from collections.abc import Callable, Sequence
+
+from connectors.socket_stream import SocketStream, without_first
 
 Reply = int | bytes | list["Reply"] | None
 
 CRLF = b"\r\n"
+_OK = b"+OK\r\n"
 _READ_BYTES = 65536
 _MAX_LINE_BYTES = 4096  # of an error, or of the length before a value
 _MAX_SMALL_BYTES = 1024 * 1024  # of a reply that is no value of ours
 _MAX_ITEMS = 64
+_REDIRECTIONS = ("MOVED", "ASK", "TRYAGAIN")
 
 
 class RespError(Exception):
@@ -31,83 +32,78 @@ class RespError(Exception):
         return str(self).partition(" ")[0]
 
 
-class RespStream:
-    """A connected, blocking socket on which nothing is outstanding. Used by one thread at a time; abort() by any.
+class RespStream(SocketStream):
+    """A connection on which nothing is outstanding. Bytes that are no RESP are a ConnectionError.
 
-    Every wait is bounded by timeout_s and raises TimeoutError; a broken connection or bytes that are no RESP raise OSError. After
-    any exception but those of the socket's owner the connection is out of step: close it.
+    close() is what its owner wants done with the socket. on_redirect: takes the words of a cluster's server that another has a
+    key, which then counts as not there; without it they are a refusal like others.
     """
 
-    def __init__(self, connected: socket.socket, timeout_s: float, close: Callable[[], None]) -> None:
-        self._socket = connected
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        connected: socket.socket,
+        timeout_s: float,
+        close: Callable[[], None],
+        on_redirect: Callable[[RespError], None] | None = None,
+    ) -> None:
+        super().__init__(connected, timeout_s)
         self._close = close
+        self._on_redirect = on_redirect
         self._ahead = b""  # received, but not asked for yet
-        self._is_tls = isinstance(connected, ssl.SSLSocket)
-        if self._is_tls:
-            connected.settimeout(timeout_s)
-        else:  # blocking, with the kernel's own timeouts: one call then receives a whole value
-            connected.settimeout(None)
-            timeval = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-
-    def fileno(self) -> int:
-        """For select."""
-        return self._socket.fileno()
 
     def is_stale(self) -> bool:
         """Whether something came, or the connection ended, while nothing was asked: it must not be used then."""
-        if self._ahead:
-            return True
-        if self._is_tls:  # what can be read may be TLS's own
-            self._socket.settimeout(0.0)
-            try:
-                self._socket.recv(1)
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                return False
-            except OSError:
-                return True
-            finally:
-                self._socket.settimeout(self._timeout_s)
-            return True
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        return bool(poller.poll(0))
-
-    def abort(self) -> None:
-        """Make every wait on this connection fail, now and later. Any thread; does not raise."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # is closed already
-            return
+        return bool(self._ahead) or super().is_stale()
 
     def close(self) -> None:
         """Let go of the socket. Does not raise."""
         self._close()
 
+    def fill(self, views: Sequence[memoryview]) -> None:
+        """Receive exactly these bytes."""
+        remaining = list(views)
+        while remaining and self._ahead:
+            ahead, first = self._take_ahead(), remaining[0]
+            num_bytes = min(len(ahead), len(first))
+            first[:num_bytes] = ahead[:num_bytes]
+            self._ahead = ahead[num_bytes:]
+            remaining = without_first(remaining, num_bytes)
+        super().fill(remaining)
+
     # -- small commands ------------------------------------------------------------------------------------------------
-    def exchange(self, commands: bytes, num_replies: int) -> list[Reply | RespError]:
-        """Send commands and collect their replies; a refusal stands in its command's place."""
-        self.send([commands])
+    def receive_replies(self, num_replies: int) -> list[Reply | RespError]:
+        """Of commands that were sent; a refusal stands in its command's place."""
         return [self._read_reply() for _ in range(num_replies)]
 
-    def exchange_digits(self, commands: bytes, num_replies: int) -> bytes:
+    def receive_digits(self, num_replies: int) -> bytes:
         """The same for commands that answer with one digit each, such as EXISTS: the digits. Raises RespError for a refusal."""
-        self.send([commands])
         received, deadline_s = self._take_ahead(), time.monotonic() + self._timeout_s
         while len(received) < 4 * num_replies and b"-" not in received:  # a reply is a colon, a digit, CR, LF
             if time.monotonic() > deadline_s:
                 raise TimeoutError("the server takes too long to answer")
             received += self._receive(_READ_BYTES)
-        if len(received) == 4 * num_replies and received[0::4].count(b":") == num_replies:
-            return received[1::4]
+        digits = received[: 4 * num_replies]
+        if len(digits) == 4 * num_replies and digits[0::4].count(b":") == digits[2::4].count(b"\r") == num_replies:
+            self._ahead = received[len(digits) :]
+            return digits[1::4]
         self._ahead = received
-        for _ in range(num_replies):
-            reply = self._read_reply()
-            if isinstance(reply, RespError):
+        return b"".join(self._read_digit() for _ in range(num_replies))
+
+    def _read_digit(self) -> bytes:
+        reply = self._read_reply()
+        if isinstance(reply, RespError):
+            if not self._is_elsewhere(reply):
                 raise reply
-        raise ConnectionError("a reply is not the digit that was expected")
+            return b"0"
+        if not isinstance(reply, int) or not 0 <= reply <= 9:
+            raise ConnectionError("a reply is not the digit that was expected")
+        return b"%d" % reply
+
+    def _is_elsewhere(self, refusal: RespError) -> bool:
+        if self._on_redirect is None or refusal.word not in _REDIRECTIONS:
+            return False
+        self._on_redirect(refusal)
+        return True
 
     def _read_reply(self, *, is_item: bool = False) -> Reply | RespError:
         line = self._read_line(_READ_BYTES)
@@ -125,7 +121,7 @@ class RespStream:
             raise ConnectionError(f"the server's reply is none that was asked for: {line[:40]!r}")
         if kind == b"$":
             payload = bytearray(length + len(CRLF))
-            self._fill([memoryview(payload)])
+            self.fill([memoryview(payload)])
             return bytes(payload[:length])
         replies = [self._read_reply(is_item=True) for _ in range(length)]
         for reply in replies:
@@ -134,23 +130,6 @@ class RespStream:
         return [reply for reply in replies if not isinstance(reply, RespError)]
 
     # -- values --------------------------------------------------------------------------------------------------------
-    def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Send these bytes, one after the other, without a copy of large ones."""
-        if self._is_tls:
-            for part in parts:
-                self._socket.sendall(part)
-            return
-        views = [memoryview(part) for part in parts]
-        deadline_s = time.monotonic() + self._timeout_s
-        while views:
-            try:
-                num_sent = self._socket.sendmsg(views)
-            except BlockingIOError as error:
-                raise TimeoutError("the server takes nothing") from error
-            views = _without_first(views, num_sent)
-            if views and time.monotonic() > deadline_s:
-                raise TimeoutError("the server takes too long to read a command")
-
     def receive_value(self, views: Sequence[memoryview], max_bytes: int = 0) -> bytearray | bool | None:
         """Receive the reply of a GET into memory: True when it is a value of exactly that size, None when there is none.
 
@@ -161,26 +140,36 @@ class RespStream:
         line = self._read_line(len(header) + len(CRLF))
         if line == header:
             end = bytearray(len(CRLF))
-            self._fill([*views, memoryview(end)])
+            self.fill([*views, memoryview(end)])
             if end != CRLF:
                 raise ConnectionError("a value does not end where it should")
             return True
         if line == b"$-1":
             return None
         if line[:1] == b"-":
-            raise RespError(line[1:].decode(errors="replace"))
+            refusal = RespError(line[1:].decode(errors="replace"))
+            if self._is_elsewhere(refusal):
+                return None
+            raise refusal
         length = _parse_number(line)
         if line[:1] != b"$" or length > max(expected, max_bytes):
             raise ConnectionError(f"expected a value of {expected} bytes, got {line[:40]!r}")
         value = bytearray(length + len(CRLF))
-        self._fill([memoryview(value)])
+        self.fill([memoryview(value)])
         return value[:length]
 
-    def receive_status(self) -> None:
-        """Receive the reply of a SET. Raises RespError for a refusal."""
+    def receive_status(self) -> bool:
+        """Receive the reply of a SET; False when another server has the key. Raises RespError for a refusal."""
+        self._ahead = self._ahead or self._receive(len(_OK))
+        if self._ahead.startswith(_OK):
+            self._ahead = self._ahead[len(_OK) :]
+            return True
         reply = self._read_reply()
-        if isinstance(reply, RespError):
-            raise reply
+        if not isinstance(reply, RespError):
+            return True
+        if self._is_elsewhere(reply):
+            return False
+        raise reply
 
     # -- inside --------------------------------------------------------------------------------------------------------
     def _take_ahead(self) -> bytes:
@@ -209,30 +198,6 @@ class RespStream:
             raise ConnectionError("the server closed the connection")
         return received
 
-    def _fill(self, views: Sequence[memoryview]) -> None:
-        """Receive exactly these bytes."""
-        remaining = list(views)
-        deadline_s = time.monotonic() + self._timeout_s
-        while remaining and self._ahead:
-            ahead, first = self._take_ahead(), remaining[0]
-            num_bytes = min(len(ahead), len(first))
-            first[:num_bytes] = ahead[:num_bytes]
-            self._ahead = ahead[num_bytes:]
-            remaining = _without_first(remaining, num_bytes)
-        while remaining:
-            try:
-                if self._is_tls:
-                    num_bytes = self._socket.recv_into(remaining[0])
-                else:
-                    num_bytes = self._socket.recvmsg_into(remaining, 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError as error:
-                raise TimeoutError("the server does not answer") from error
-            if not num_bytes:
-                raise ConnectionError("the server closed the connection")
-            remaining = _without_first(remaining, num_bytes)
-            if remaining and time.monotonic() > deadline_s:
-                raise TimeoutError("the server takes too long to send a value")
-
 
 def pack_command(*parts: bytes) -> bytes:
     """A command as RESP."""
@@ -247,12 +212,3 @@ def _parse_number(line: bytes) -> int:
     if line[:1] not in (b":", b"$", b"*") or (number < -1 and line[:1] != b":"):
         raise ConnectionError(f"the server's reply is no RESP: {line[:40]!r}")
     return number
-
-
-def _without_first(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of these views after their first num_bytes bytes."""
-    for index, view in enumerate(views):
-        if num_bytes < len(view):
-            return [view[num_bytes:], *views[index + 1 :]]
-        num_bytes -= len(view)
-    return []

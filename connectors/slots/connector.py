@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 _MAX_PIECE_BLOCKS = 256  # two buffers each, below the kernel's limit of 1024 per call
 _REOPEN_PAUSE_S = 1.0
 _CLOSE_MUTEX_TIMEOUT_S = 1.0
+_TELL_USES_AFTER_S = 0.05  # unless a change of the index tells them before
 _MAX_PINS = 1024
 _MAX_INLINE_CHANGES = 256  # applied within a lookup; more would take longer than a lookup may
 _CONFIGURATION_FAULTS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL)
@@ -184,6 +185,18 @@ class SlotConnector(QueuedConnector):
         with self._using_store() as opened:
             return [] if opened is None else opened.index.coldest_runs(num_blocks)
 
+    def hottest_runs(self) -> list[list[bytes]]:
+        """All blocks, those that would be evicted last first; in each run, parents before their followers."""
+        with self._using_store() as opened:
+            if opened is None:
+                return []
+            return opened.index.coldest_runs(opened.index.file.num_slots, with_pinned=True)[::-1]
+
+    def stop_sharing(self) -> bool:
+        """Let nobody join this store through us any more. True where nobody else has it open, so that it ends with us."""
+        with self._using_store() as opened:
+            return opened is not None and opened.stop_sharing()
+
     def pin_prefix(self, block_hashes: Sequence[bytes], *, is_pinned: bool = True) -> bool:
         """As the interface says: at most a quarter of the slots; pins are marks in the index, so they outlive processes."""
         self._pins.append((tuple(block_hashes), is_pinned))
@@ -234,7 +247,7 @@ class SlotConnector(QueuedConnector):
         if self.touches_loaded:
             chain = self._chains.note_transfer(transfer.request_id, names[:num_ok])
             index.touch_later([*chain, *names[:num_ok]], names[:num_ok])
-            self._workers.request_background()
+            self._workers.request_background(_TELL_USES_AFTER_S)
         outcome, detail = TransferOutcome.OK, ""
         if num_ok < len(names):
             outcome, detail = self._reason(transfer, progress, num_ok)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.redis.resp_stream import RespError, RespStream, pack_command
+from connectors.redis.resp_stream import RespError, RespStream
 
 TIMEOUT_S = 0.3
 
@@ -121,17 +121,32 @@ def test_abort_from_another_thread_ends_a_wait() -> None:
         assert time.monotonic() - started_s < 30.0
 
 
-def test_exchange_digits_with_a_refusal_among_them_raises_it() -> None:
+def test_receive_digits_with_a_refusal_among_them_raises_it() -> None:
     with connected() as (stream, server):
-        server.sendall(b":1\r\n:0\r\n:1\r\n")
-        assert stream.exchange_digits(pack_command(b"EXISTS", b"a") * 3, 3) == b"101"
+        server.sendall(b":1\r\n:0\r\n:1\r\n+OK\r\n")
+        assert stream.receive_digits(3) == b"101"
+        assert stream.receive_replies(1) == [b"OK"]
         server.sendall(b":1\r\n-NOPERM no\r\n:1\r\n")
         with pytest.raises(RespError, match="NOPERM"):
-            stream.exchange_digits(pack_command(b"EXISTS", b"a") * 3, 3)
+            stream.receive_digits(3)
     with connected() as (stream, server):
         server.sendall(b":1\r\n:23\r\n:1\r\n")
         with pytest.raises(OSError):
-            stream.exchange_digits(pack_command(b"EXISTS", b"a") * 3, 3)
+            stream.receive_digits(3)
+
+
+def test_redirection_counts_as_absent_where_a_cluster_is_expected_and_as_a_refusal_elsewhere() -> None:
+    moved, redirections = b"-MOVED 7 127.0.0.1:7001\r\n", list[str]()
+    with connected() as (stream, server):
+        in_cluster = RespStream(stream._socket, TIMEOUT_S, stream.close, lambda refusal: redirections.append(refusal.word))
+        server.sendall(b":1\r\n" + moved + moved + b"-TRYAGAIN later\r\n" + b"-ASK 7 127.0.0.1:7001\r\n+OK\r\n")
+        assert in_cluster.receive_digits(2) == b"10"
+        assert in_cluster.receive_value([memoryview(bytearray(5))]) is None
+        assert [in_cluster.receive_status() for _ in range(3)] == [False, False, True]
+        assert redirections == ["MOVED", "MOVED", "TRYAGAIN", "ASK"]
+        server.sendall(moved)
+        with pytest.raises(RespError, match="MOVED"):
+            stream.receive_status()
 
 
 @settings(max_examples=150, deadline=None)
@@ -164,8 +179,8 @@ def test_any_bytes_give_a_value_a_refusal_or_a_broken_connection(pieces: list[by
                 if receive == "value":
                     stream.receive_value([memoryview(bytearray(5))])
                 elif receive == "replies":
-                    stream.exchange(pack_command(b"TIME"), 2)
+                    stream.receive_replies(2)
                 elif receive == "digits":
-                    stream.exchange_digits(pack_command(b"EXISTS"), 2)
+                    stream.receive_digits(2)
                 else:
                     stream.receive_status()

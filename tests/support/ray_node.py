@@ -37,6 +37,7 @@ class RayNode:
         self._is_head = not head
         self._object_store_bytes = object_store_bytes
         self._process: subprocess.Popen[bytes] | None = None
+        self.start_s = 0.0  # how long Ray took to start, the last time
         try:
             self.start()
         except BaseException:
@@ -58,6 +59,7 @@ class RayNode:
         command += ["--include-log-monitor", "false"]
         environment = os.environ | {"HOME": str(self.folder), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
         log_path = self.folder / "start.log"
+        started_s = time.monotonic()
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         deadline_s = time.monotonic() + _START_TIMEOUT_S
@@ -65,6 +67,7 @@ class RayNode:
             assert self._process.poll() is None, f"Ray ended: {log_path.read_text()}"
             assert time.monotonic() < deadline_s, "Ray does not start"
             time.sleep(0.02)
+        self.start_s = time.monotonic() - started_s
 
     def make_directory(self) -> None:
         """As a connector would, and wait until it is there; it stays for a while after its last user."""

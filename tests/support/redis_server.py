@@ -116,6 +116,52 @@ class RedisProcess:
         return str(certificate), str(key)
 
 
+class ClusterProcesses:
+    """Three servers that share the slots of one Redis Cluster, without replicas. Run until end()."""
+
+    NODE_TIMEOUT_MS = 1000
+
+    def __init__(self, folder: Path) -> None:
+        self.servers: list[RedisProcess] = []
+        for number, bus_port in enumerate(find_free_ports(HOST, 3)):
+            flags = ("--cluster-enabled", "yes", "--cluster-port", str(bus_port))
+            flags += ("--cluster-node-timeout", str(self.NODE_TIMEOUT_MS))
+            self.servers.append(RedisProcess(folder / f"node-{number}", *flags))
+        for number, server in enumerate(self.servers):
+            with server.client() as client:
+                client.execute_command("CLUSTER ADDSLOTSRANGE", 16384 * number // 3, 16384 * (number + 1) // 3 - 1)
+                client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+                for other, bus_port in ((other, other.flags[3]) for other in self.servers[:number]):
+                    client.execute_command("CLUSTER MEET", HOST, other.port, bus_port)
+        self.wait_served()
+
+    @property
+    def addresses(self) -> str:
+        """HOST:PORT of all servers, with commas."""
+        return ",".join(f"{HOST}:{server.port}" for server in self.servers)
+
+    def wait_served(self) -> None:
+        """Until all servers say that all slots are served."""
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        for server in self.servers:
+            with server.client() as client:
+                while b"cluster_state:ok" not in _bytes_of(client.execute_command("CLUSTER INFO")):
+                    assert time.monotonic() < deadline_s, "the cluster does not come up"
+                    time.sleep(0.02)
+
+    def end(self) -> None:
+        """Kill all, and remove their files."""
+        for server in self.servers:
+            server.end()
+
+
+def _bytes_of(reply: object) -> bytes:
+    """CLUSTER INFO's reply, which redis-py may have parsed."""
+    if isinstance(reply, dict):
+        return b"".join(f"{name}:{value}\n".encode() for name, value in reply.items())
+    return reply if isinstance(reply, bytes) else str(reply).encode()
+
+
 class SentinelProcess:
     """One sentinel that watches a primary on this machine under the name mymaster. Runs until end()."""
 
