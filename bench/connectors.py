@@ -108,21 +108,21 @@ def measure(backend_name: str, block_kib: int) -> dict[str, float]:
     try:
         driver = Driver(backend_name, medium.options(), layout)
         cpu_s = moved_bytes = 0.0
-        for round_number in range(NUM_ROUNDS):
+        for round_number in range(1 - medium.num_warmup_rounds, NUM_ROUNDS):
             names = [os.urandom(16) for _ in range(num_blocks)]
             started_cpu_s = time.process_time()
             for direction in (TransferDirection.SAVE, TransferDirection.LOAD):
                 if direction is TransferDirection.LOAD:
                     medium.before_load(driver.connector, names)
                 seconds = driver.move(direction, names)
-                if round_number:  # the first warms up
+                if round_number > 0:
                     speeds[direction.value].append(num_bytes / seconds / 1e9)
             cpu_s += time.process_time() - started_cpu_s
             moved_bytes += 2 * num_bytes
             medium.empty()
             for direction in (TransferDirection.SAVE, TransferDirection.LOAD):
                 limit = medium.limit_gbps(direction, num_bytes)
-                if round_number:
+                if round_number > 0:
                     speeds[f"limit_{direction.value}"].append(limit)
             medium.empty()
         known = [os.urandom(16) for _ in range(NUM_KNOWN_BLOCKS)]

@@ -85,20 +85,25 @@ class SocketStream:
 
     def fill(self, views: Sequence[memoryview]) -> None:
         """Receive exactly these bytes."""
-        remaining = list(views)
+        remaining, num_left = list(views), sum(map(len, views))
         deadline_s = time.monotonic() + self._timeout_s
-        while remaining:
+        while num_left:
             try:
                 if self._is_tls:
                     num_bytes = self._socket.recv_into(remaining[0])
+                elif len(remaining) == 1:
+                    num_bytes = self._socket.recv_into(remaining[0], 0, socket.MSG_WAITALL)
                 else:
                     num_bytes = self._socket.recvmsg_into(remaining, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError as error:
                 raise TimeoutError("the other end does not answer") from error
             if not num_bytes:
                 raise ConnectionError("the other end closed the connection")
+            num_left -= num_bytes
+            if not num_left:  # nearly always the first time: each piece of a block comes by here
+                return
             remaining = without_first(remaining, num_bytes)
-            if remaining and time.monotonic() > deadline_s:
+            if time.monotonic() > deadline_s:
                 raise TimeoutError("the other end takes too long to send")
 
 

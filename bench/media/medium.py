@@ -19,6 +19,7 @@ class Medium(ABC):
     """A store to be measured, and the limit of what it stands on."""
 
     bytes_per_round = BYTES_PER_ROUND  # moved in each direction, by the connector and past it
+    num_warmup_rounds = 1
     reopen_s: float | None = None  # how long make_known took to open a store that outlives its processes
 
     @abstractmethod

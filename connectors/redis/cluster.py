@@ -12,13 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import redis
-from redis.cluster import ClusterNode, parse_cluster_slots
-from redis.connection import SSLConnection
-from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
-
 from connectors.redis.resp_stream import RespError
-from connectors.redis.server import Credentials, Node, RedisClient, RedisServer, parse_addresses
+from connectors.redis.server import Credentials, Node, RedisClient, RedisServer, parse_addresses, read_slots, slot_of
 from core.addresses import host_of
 from core.errors import ConfigError, ConnectorError
 
@@ -35,18 +30,15 @@ class SlotMap:
     @classmethod
     def of(cls, reply: Any, asked_host: str) -> SlotMap:
         """From the reply of CLUSTER SLOTS by a server at asked_host. Raises ConnectorError where slots have no server."""
-        node_by_slot: list[Node | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-        # A server that does not know its own address leaves it out.
-        for (first, last), servers in parse_cluster_slots(reply, current_host=asked_host).items():
-            node_by_slot[first : last + 1] = [servers["primary"]] * (last + 1 - first)
-        found = tuple(node for node in node_by_slot if node is not None)
-        if len(found) < REDIS_CLUSTER_HASH_SLOTS:
-            raise ConnectorError(f"{REDIS_CLUSTER_HASH_SLOTS - len(found)} slots of the cluster have no server")
+        primaries = read_slots(reply, asked_host)
+        found = tuple(node for node in primaries if node is not None)
+        if len(found) < len(primaries):
+            raise ConnectorError(f"{len(primaries) - len(found)} slots of the cluster have no server")
         return cls(found, tuple(dict.fromkeys(found)))
 
     def node_of(self, block_hash: bytes) -> Node:
         """The primary that has a block's keys."""
-        return self.node_by_slot[key_slot(block_hash.hex().encode())]
+        return self.node_by_slot[slot_of(block_hash)]
 
 
 class RedisCluster(RedisServer):
@@ -96,7 +88,7 @@ class RedisCluster(RedisServer):
         for node in dict.fromkeys(candidates):
             try:
                 found = self._ask_map(node)
-            except (redis.RedisError, OSError, ConnectorError) as error:
+            except ConnectorError as error:
                 complaint = str(error)
                 continue
             with self._map_mutex:
@@ -105,13 +97,7 @@ class RedisCluster(RedisServer):
         raise ConnectorError(f"no server of the {self.address} can be used: {complaint}")
 
     def _ask_map(self, node: Node) -> SlotMap:
-        connection, _socket = self._open(self._place_of(node))
-        try:
-            for command in (("CLUSTER", "INFO"), ("CLUSTER", "SLOTS")):
-                connection.send_command(*command)  # type: ignore[no-untyped-call]
-            state, reply = connection.read_response(), connection.read_response()
-        finally:
-            self._disconnect(connection)
+        state, reply = self._ask_once(self._place_of(node), (("CLUSTER", "INFO"), ("CLUSTER", "SLOTS")))
         if b"cluster_state:ok" not in state:
             raise ConnectorError(f"the cluster is down, says {node[0]}:{node[1]}")
         return SlotMap.of(reply, node[0])
@@ -127,13 +113,7 @@ class RedisCluster(RedisServer):
                 self._informant = (host, int(port))
 
     def open_client(self) -> RedisClient:
-        settings = {name: value for name, value in self._settings.items() if name != "driver_info"}
-        nodes = [ClusterNode(host, port) for host, port in self._seeds]  # type: ignore[no-untyped-call]
-        try:
-            client = redis.RedisCluster(startup_nodes=nodes, ssl=issubclass(self._connection_type, SSLConnection), **settings)
-        except (redis.RedisError, OSError) as error:
-            raise ConnectorError(f"no connection to the {self.address}: {error}") from error
-        return RedisClient(client, self.address)
+        return self._open_cluster_client(self._seeds)
 
     @property
     def _known_map(self) -> SlotMap:

@@ -15,6 +15,7 @@ from connectors.socket_stream import SocketStream, without_first
 Reply = int | bytes | list["Reply"] | None
 
 CRLF = b"\r\n"
+_OK = b"+OK\r\n"
 _READ_BYTES = 65536
 _MAX_LINE_BYTES = 4096  # of an error, or of the length before a value
 _MAX_SMALL_BYTES = 1024 * 1024  # of a reply that is no value of ours
@@ -159,6 +160,10 @@ class RespStream(SocketStream):
 
     def receive_status(self) -> bool:
         """Receive the reply of a SET; False when another server has the key. Raises RespError for a refusal."""
+        self._ahead = self._ahead or self._receive(len(_OK))
+        if self._ahead.startswith(_OK):
+            self._ahead = self._ahead[len(_OK) :]
+            return True
         reply = self._read_reply()
         if not isinstance(reply, RespError):
             return True

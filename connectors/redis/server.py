@@ -15,7 +15,10 @@ from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.connection import Connection, parse_url
+from redis.cluster import ClusterNode, parse_cluster_slots
+from redis.connection import Connection, SSLConnection, parse_url
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS as NUM_SLOTS
+from redis.crc import key_slot
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -25,6 +28,7 @@ from core.errors import ConfigError, ConnectorError
 
 Node = tuple[str, int]  # host and port of a cluster's server
 SOLE_NODE: Node = ("", 0)  # where there is no cluster
+_CLIENT_FAULTS = (redis.RedisError, redis.RedisClusterException, OSError)  # the second is not one of the first
 URL_FIELD = "connector.options.url"
 _URL_FORMS = "redis://HOST:PORT/DB, rediss://… (TLS) or unix:///PATH?db=DB, with redis-py's query arguments (ssl_ca_certs=PATH)"
 # What is ours to decide, and what would need redis-py's own reader.
@@ -157,11 +161,33 @@ class RedisServer:
             where = f"{place['host']}:{place['port']}" if "host" in place else self.address
             raise ConnectorError(f"no connection to {where}: {error}") from error
 
+    def _ask_once(self, place: dict[str, Any], commands: Sequence[tuple[str, ...]]) -> list[Any]:
+        """Over a connection of its own. Raises ConnectorError."""
+        connection, _socket = self._open(place)
+        try:
+            for command in commands:
+                connection.send_command(*command)  # type: ignore[no-untyped-call]
+            return [connection.read_response() for _command in commands]
+        except (redis.RedisError, OSError) as error:
+            raise ConnectorError(str(error)) from error
+        finally:
+            self._disconnect(connection)
+
     def open_client(self) -> RedisClient:
         """An ordinary client with a connection of its own, for what is small and rare. Raises ConnectorError."""
         settings = {**self._settings, **self._place_of(SOLE_NODE)}
         pool = redis.ConnectionPool(connection_class=self._connection_type, **settings)
         return RedisClient(redis.Redis(connection_pool=pool), self.address)
+
+    def _open_cluster_client(self, nodes: Sequence[Node]) -> RedisClient:
+        settings = {name: value for name, value in self._settings.items() if name != "driver_info"}
+        is_tls = issubclass(self._connection_type, SSLConnection)
+        startup_nodes = [ClusterNode(host, port) for host, port in nodes]  # type: ignore[no-untyped-call]
+        try:
+            client = redis.RedisCluster(startup_nodes=startup_nodes, ssl=is_tls, **settings)
+        except _CLIENT_FAULTS as error:
+            raise ConnectorError(f"no connection to the {self.address}: {error}") from error
+        return RedisClient(client, self.address)
 
     def _place_of(self, node: Node) -> dict[str, Any]:
         """Settings beyond those of the URL: what the sentinels say, asked in turn until one answers. Raises ConnectorError."""
@@ -169,7 +195,7 @@ class RedisServer:
             return {}
         try:
             host, port = self._sentinels.discover_master(self._service_name)  # type: ignore[no-untyped-call]
-        except (redis.RedisError, OSError) as error:
+        except _CLIENT_FAULTS as error:
             raise ConnectorError(f"no sentinel knows the {self.address}: {error}") from error
         return {"host": host, "port": port}
 
@@ -204,7 +230,7 @@ class RedisClient:
             pipeline.execute_command(command[0].decode(), *command[1:])
         try:
             return list(pipeline.execute(raise_on_error=False))
-        except (redis.RedisError, OSError) as error:
+        except _CLIENT_FAULTS as error:
             raise ConnectorError(f"{self._address}: {error}") from error
 
     def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
@@ -213,7 +239,7 @@ class RedisClient:
         while True:
             try:
                 keys = list(itertools.islice(found, count))
-            except (redis.RedisError, OSError) as error:
+            except _CLIENT_FAULTS as error:
                 raise ConnectorError(f"{self._address}: {error}") from error
             if not keys:
                 return
@@ -226,7 +252,7 @@ class RedisClient:
                 found = list(self._client.info("memory", target_nodes=redis.RedisCluster.PRIMARIES).values())
             else:
                 found = [self._client.info("memory")]
-        except (redis.RedisError, OSError) as error:
+        except _CLIENT_FAULTS as error:
             raise ConnectorError(f"{self._address}: {error}") from error
         limits = [int(fields.get("maxmemory", 0)) for fields in found]
         return sum(limits) if all(limits) else 0
@@ -234,6 +260,20 @@ class RedisClient:
     def close(self) -> None:
         """Close its connection."""
         self._client.close()
+
+
+def slot_of(block_hash: bytes) -> int:
+    """Of a block's keys in a cluster, whose hash tag is the block's hash."""
+    return int(key_slot(block_hash.hex().encode()))
+
+
+def read_slots(reply: Any, asked_host: str) -> list[Node | None]:
+    """The primary of each slot, from the reply of CLUSTER SLOTS by a server at asked_host."""
+    primaries: list[Node | None] = [None] * NUM_SLOTS
+    # A server that does not know its own address leaves it out.
+    for (first, last), servers in parse_cluster_slots(reply, current_host=asked_host).items():
+        primaries[first : last + 1] = [servers["primary"]] * (last + 1 - first)
+    return primaries
 
 
 def parse_addresses(field: str, addresses: Sequence[str]) -> list[Node]:

@@ -1,7 +1,8 @@
 """One transfer's blocks on their way from one source into the pool's memory, over several streams at once.
 
-Each stream has a thread of the connector's for the time of the transfer, and takes the next few blocks whenever it has room:
-one request is under way while another's blocks are received, so that the source never waits for us.
+Each stream has a thread of the connector's for the time of the transfer, and asks for a few blocks at a time, and for the next
+when it has those; the other streams go on meanwhile. Asking ahead costs an eighth more CPU time on one host (measured): what is
+sent long before it is received has left the cores' caches by then. On a far link more streams do the same (num_streams).
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from connectors.tcp.stream import BlockStream
 
 logger = logging.getLogger(__name__)
 
-_UNIT_BYTES = 2 * 1024 * 1024
+_UNIT_BYTES = 1024 * 1024  # asked for at a time
 _PIECE_BYTES = 384 * 1024  # received and then summed up while it is in the core's cache
-_NUM_AHEAD = 2  # units asked for on one stream
 
 
 @dataclass(slots=True)
@@ -86,14 +86,9 @@ class Pull:
             self._source.give_back_stream(stream)
 
     def _pull_all(self, stream: BlockStream) -> None:
-        asked: deque[list[int]] = deque()
-        while True:
-            while len(asked) < _NUM_AHEAD and (unit := self._next_unit()) is not None:
-                stream.send([pack_question(Kind.PULL, [self._block_hashes[position] for position in unit])])
-                asked.append(unit)
-            if not asked:
-                return
-            self._receive(stream, asked.popleft())
+        while (unit := self._next_unit()) is not None:
+            stream.send([pack_question(Kind.PULL, [self._block_hashes[position] for position in unit])])
+            self._receive(stream, unit)
 
     def _next_unit(self) -> list[int] | None:
         with self._mutex:

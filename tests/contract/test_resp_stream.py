@@ -135,6 +135,20 @@ def test_receive_digits_with_a_refusal_among_them_raises_it() -> None:
             stream.receive_digits(3)
 
 
+def test_redirection_counts_as_absent_where_a_cluster_is_expected_and_as_a_refusal_elsewhere() -> None:
+    moved, redirections = b"-MOVED 7 127.0.0.1:7001\r\n", list[str]()
+    with connected() as (stream, server):
+        in_cluster = RespStream(stream._socket, TIMEOUT_S, stream.close, lambda refusal: redirections.append(refusal.word))
+        server.sendall(b":1\r\n" + moved + moved + b"-TRYAGAIN later\r\n" + b"-ASK 7 127.0.0.1:7001\r\n+OK\r\n")
+        assert in_cluster.receive_digits(2) == b"10"
+        assert in_cluster.receive_value([memoryview(bytearray(5))]) is None
+        assert [in_cluster.receive_status() for _ in range(3)] == [False, False, True]
+        assert redirections == ["MOVED", "MOVED", "TRYAGAIN", "ASK"]
+        server.sendall(moved)
+        with pytest.raises(RespError, match="MOVED"):
+            stream.receive_status()
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(

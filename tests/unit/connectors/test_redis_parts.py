@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from redis.crc import key_slot
 
 from connectors.contract.node import LAYOUT, SteppedClock, chain
 from connectors.known_blocks import KnownBlocks
+from connectors.redis.cluster import SlotMap
 from connectors.redis.prefix_expiry import PrefixExpiry
 from connectors.redis.values import BlockValues, size_class, split_payload
 from connectors.registry import create_connector
 from connectors.stored_block import BLOCK_HEADER_BYTES
-from core.errors import ConfigError
+from core.errors import ConfigError, ConnectorError
+from core.kv.layout import KVLayout
 
 HASHES = chain(1, 10)
 MIB = 1024 * 1024
+SPLIT_LAYOUT = KVLayout(num_layers=16, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")  # 1 MiB: two values
 
 
 def test_known_blocks_new_request_with_an_unknown_block_is_asked_about() -> None:
@@ -163,3 +167,26 @@ def test_redis_connector_bad_option_is_refused_by_name_and_no_secret_is_shown(op
 def test_redis_connector_password_that_looks_like_a_number_is_a_password() -> None:
     connector = create_connector("redis", {"password": 1234}, SteppedClock())
     assert "1234" not in repr(connector._options)  # type: ignore[attr-defined]
+
+
+def test_block_values_of_a_cluster_are_in_one_slot_and_of_different_blocks_in_many() -> None:
+    values = BlockValues.of("kvrelay", SPLIT_LAYOUT, is_cluster=True)
+    slots = [{key_slot(key) for key in values.keys(name)} for name in chain(1, 50)]
+    assert values.num_parts == 2
+    assert all(len(found) == 1 for found in slots)
+    assert len(set.union(*slots)) > 40
+
+
+def test_slot_map_finds_a_blocks_server_and_refuses_holes() -> None:
+    name = HASHES[0]
+    slot = key_slot(name.hex().encode())
+    reply = [
+        [0, slot - 1, [b"10.0.0.1", 6379]],
+        [slot, slot, [b"", 7000], [b"10.0.0.9", 1]],
+        [slot + 1, 16383, [b"10.0.0.1", 6379]],
+    ]
+    found = SlotMap.of(reply, "10.0.0.3")
+    assert found.node_of(name) == ("10.0.0.3", 7000)  # one that does not know its own address
+    assert set(found.nodes) == {("10.0.0.1", 6379), ("10.0.0.3", 7000)}
+    with pytest.raises(ConnectorError, match="1 slots"):
+        SlotMap.of([reply[0], reply[2]], "10.0.0.3")
