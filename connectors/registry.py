@@ -7,6 +7,7 @@ so that one connector's client library is not another one's need.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
@@ -29,6 +30,12 @@ _MODULE_BY_NAME = {
     "tiered": "connectors.tiered.connector",
 }
 BUILT_IN_CONNECTORS = tuple(_MODULE_BY_NAME)
+# Where open_browser is not in the connector's own module, so that the store can be looked into without the client library.
+_BROWSER_MODULE_BY_NAME = {
+    "lmcache": "connectors.lmcache.browser",
+    "ray": "connectors.ray.browser",
+    "tcp": "connectors.tcp.browser",
+}
 
 ConnectorFactory = Callable[[Mapping[str, Any], Clock], KVConnector]
 
@@ -41,18 +48,20 @@ def create_connector(name: str, options: Mapping[str, Any], clock: Clock) -> KVC
     return _find_factory(name)(options, clock)
 
 
-def open_browser(name: str, options: Mapping[str, Any]) -> StoreBrowser:
+def open_browser(name: str, options: Mapping[str, Any], read_secret: Callable[[], bytes] = bytes) -> StoreBrowser:
     """The store of these options, to be looked into apart from an engine: open_browser(options) of the connector's module.
 
-    Raises as create_connector does, ConfigError where the connector has no such function, and ConnectorError where the store
-    cannot be reached.
+    read_secret: KVConnector.cluster_secret, for those whose open_browser has a parameter of this name. Raises as create_connector
+    does, ConfigError where the connector has no such function, and ConnectorError where the store cannot be reached.
     """
-    open_one = getattr(sys.modules[_find_factory(name).__module__], "open_browser", None)
+    own_module = _BROWSER_MODULE_BY_NAME.get(name)
+    module = importlib.import_module(own_module) if own_module else sys.modules[_find_factory(name).__module__]
+    open_one = getattr(module, "open_browser", None)
     if open_one is None:
-        raise ConfigError(
-            "connector.name", name, "a connector whose store can be looked into: nvme, redis, shm, tiered, or one of your own"
-        )
-    browser: StoreBrowser = open_one(options)
+        allowed = "a connector whose store can be looked into: lmcache, nvme, ray, redis, shm, tcp, tiered, or one of your own"
+        raise ConfigError("connector.name", name, allowed)
+    takes_secret = "read_secret" in inspect.signature(open_one).parameters
+    browser: StoreBrowser = open_one(options, read_secret=read_secret) if takes_secret else open_one(options)
     return browser
 
 

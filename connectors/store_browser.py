@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from connectors.stored_block import read_block_header
+from core.errors import ConnectorError
 
 BATCH_BYTES = 8 * 1024 * 1024  # read or written at a time
 MAX_BATCH_BLOCKS = 256
@@ -25,6 +26,7 @@ class BlockEntry:
 
     num_bytes: what it occupies. eviction_order: the block with the least goes first; only its order means something, within one
     store. Times are Unix seconds, None where the store does not know. place: where it is, in words. handle: the browser's own.
+    is_pinned: it is not evicted.
     """
 
     layout_fingerprint: bytes
@@ -35,6 +37,7 @@ class BlockEntry:
     last_used_s: float | None = None
     expires_s: float | None = None
     handle: Any = None
+    is_pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,12 @@ class StoreBrowser(ABC):
 
     One thread. Every method may raise ConnectorError for a medium that fails. Engines never wait long for a browser: it works
     in batches. problems: parts of the store that could not be opened, in words.
+
+    why_read_only: why nothing can be written or removed ("": it can). why_no_pins: why no block can be kept from eviction.
     """
+
+    why_read_only = ""
+    why_no_pins = "this kind of store has no pins: nvme, shm, and tiers of them have"
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -92,7 +100,17 @@ class StoreBrowser(ABC):
 
     @abstractmethod
     def remove(self, entries: Sequence[BlockEntry]) -> int:
-        """Take these blocks away, except those that changed since they were listed; how many went."""
+        """Take these blocks away, except those that changed since they were listed; how many went. A store that is read
+        only takes away what it finds to be damaged itself, and nothing else."""
+
+    def can_remove(self, entry: BlockEntry) -> bool:
+        """Whether a block that is intact can be taken away."""
+        return not self.why_read_only
+
+    def pin(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes], *, is_pinned: bool = True) -> list[bool]:
+        """Keep those blocks of a prefix that are stored from eviction, as far as the store has room for that, or no longer; which
+        are pinned now. Raises ConnectorError where why_no_pins says something."""
+        raise ConnectorError(self.why_no_pins)
 
     @abstractmethod
     def close(self) -> None:

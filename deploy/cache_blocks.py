@@ -1,4 +1,4 @@
-"""What `kvrelay cache` does with blocks: choose, verify, remove, export, import. Prints nothing but progress."""
+"""What `kvrelay cache` does with a store and its blocks: open, choose, verify, remove, export, import. Prints only progress."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 from connectors.block_stream import BlockStreamError, BlockStreamWriter, read_block_stream
 from connectors.byte_sizes import readable_bytes
 from connectors.coding.block_coding import decoded_in_full
+from connectors.registry import open_browser
 from connectors.store_browser import (
     BATCH_BYTES,
     MAX_BATCH_BLOCKS,
@@ -21,6 +22,7 @@ from connectors.store_browser import (
     find_fault,
 )
 from connectors.stored_block import read_block_header
+from core.config import Config
 
 _PROGRESS_INTERVAL_S = 2.0
 _REMOVED_AT_A_TIME = 1024
@@ -67,6 +69,18 @@ class ImportReport:
         return sum(self.counts.get(what, 0) for what in (BAD, WriteOutcome.NO_ROOM.value, WriteOutcome.OTHER_SIZE.value))
 
 
+def open_store(config: Config) -> StoreBrowser:
+    """The store that a configuration names. Raises InvalidInputError or another KVRelayError."""
+
+    def read_secret() -> bytes:
+        from core.wire.curve import load_keys  # which few stores need
+
+        keys = load_keys(config.security.keys, "node")
+        return keys.derive_secret("connector") if keys is not None else b""
+
+    return open_browser(config.connector.name, config.connector.options, read_secret)
+
+
 def entries_of(browser: StoreBrowser, layout_prefix: str) -> Iterator[BlockEntry]:
     """The blocks of layouts whose fingerprint begins with these hexadecimal digits."""
     return (entry for entry in browser.entries() if entry.layout_fingerprint.hex().startswith(layout_prefix))
@@ -76,11 +90,13 @@ def summarize(entries: Iterable[BlockEntry], capacity_bytes: int, now_s: float) 
     """Counts, sizes and ages, as JSON has them."""
     layouts: dict[str, dict[str, int]] = {}
     ages = dict.fromkeys((*(name for name, _ in _AGES), "longer ago", "unknown"), 0)
+    num_pinned = 0
     oldest_s: float | None = None
     for entry in entries:
         counts = layouts.setdefault(entry.layout_fingerprint.hex(), {"num_blocks": 0, "num_bytes": 0})
         counts["num_blocks"] += 1
         counts["num_bytes"] += entry.num_bytes
+        num_pinned += entry.is_pinned
         if entry.last_used_s is None:
             ages["unknown"] += 1
             continue
@@ -91,6 +107,7 @@ def summarize(entries: Iterable[BlockEntry], capacity_bytes: int, now_s: float) 
         "num_blocks": sum(counts["num_blocks"] for counts in layouts.values()),
         "num_bytes": sum(counts["num_bytes"] for counts in layouts.values()),
         "capacity_bytes": capacity_bytes,
+        "num_pinned": num_pinned,
         "oldest_use_s": oldest_s,
         "layouts": layouts,
         "ages": ages,
@@ -165,17 +182,18 @@ def choose_to_prune(
 ) -> tuple[list[BlockEntry], int]:
     """What goes, in the order of eviction, which takes a prefix from its end; and of how many the age is not known.
 
-    All of them where neither limit is given.
+    All of them where neither limit is given; else pinned ones stay, as they would.
     """
     ordered = sorted(entries, key=lambda entry: entry.eviction_order)
+    free = [entry for entry in ordered if not entry.is_pinned]
     if older_than_s is not None:
-        old = [entry for entry in ordered if entry.last_used_s is not None and entry.last_used_s <= now_s - older_than_s]
-        return old, sum(entry.last_used_s is None for entry in ordered)
+        old = [entry for entry in free if entry.last_used_s is not None and entry.last_used_s <= now_s - older_than_s]
+        return old, sum(entry.last_used_s is None for entry in free)
     if max_bytes is None:
         return ordered, 0
     num_bytes = sum(entry.num_bytes for entry in ordered)
     chosen = []
-    for entry in ordered:
+    for entry in free:
         if num_bytes <= max_bytes:
             break
         chosen.append(entry)

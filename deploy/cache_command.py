@@ -1,12 +1,14 @@
 """`kvrelay cache`: looks into a store of KV, apart from engines and while they use it.
 
-Here are the flags and what is printed; deploy/cache_blocks.py does the work, deploy/cache_explain.py answers for one prompt.
+Here are the flags and what is printed; deploy/cache_blocks.py does the work, deploy/cache_explain.py and deploy/cache_pins.py
+what is asked of one prompt.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -17,16 +19,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from connectors.byte_sizes import parse_byte_size, readable_bytes
-from connectors.registry import open_browser
 from connectors.store_browser import BlockEntry, StoreBrowser
 from core.config import EXIT_USAGE, OneLineParser, add_config_flags, load_config
-from core.errors import ConfigError, InvalidInputError, KVRelayError
+from core.errors import ConfigError, ConnectorError, InvalidInputError, KVRelayError
 from deploy.cache_blocks import (
     Progress,
     choose_to_prune,
     entries_of,
     export_blocks,
     import_blocks,
+    open_store,
     remove_blocks,
     summarize,
     verify_blocks,
@@ -40,14 +42,17 @@ SORTS: dict[str, Callable[[BlockEntry], Any]] = {
     "hash": lambda entry: entry.block_hash,
 }
 USAGE = """usage: kvrelay cache COMMAND --connector NAME --connector-option KEY=VALUE ... (or --config FILE)
-  ls       the blocks that a store holds     [--limit N] [--sort recent|oldest|largest|hash] [--json]
+  ls       the blocks that a store holds     [--limit N] [--sort recent|oldest|largest|hash] [--pinned] [--json]
   stat     how many, how large, how old      [--json]
   verify   reads every block and checks it; exit code 1 when one is bad      [--remove]
-  prune    takes blocks away, those that would be evicted first: --older-than 7d, --to-size 10GiB or --all; with --yes
+  prune    takes blocks away, those that would be evicted first: --older-than 7d, --to-size 10GiB or --all; with --yes.
+           Pinned ones only with --all
   export   FILE (- is stdout): verified blocks, least recently used first
   import   FILE (- is stdin): verifies every block; also into another kind of store
   explain  PROMPT: which blocks of a prompt are stored, and why not the others
-Every one but import takes --layout HEX: only blocks whose layout fingerprint at rest begins so."""
+  pin      PROMPT ...: keeps what is stored of these prompts from eviction (nvme, shm, and tiers of them)
+  unpin    PROMPT ... or --all
+Those that list blocks take --layout HEX: only blocks whose layout fingerprint at rest begins so."""
 
 
 def run_cache(argv: list[str]) -> int:
@@ -70,16 +75,18 @@ def run_cache(argv: list[str]) -> int:
 def store_parser(name: str, description: str) -> OneLineParser:
     """A parser with the flags that name a store."""
     parser = OneLineParser(prog=f"kvrelay cache {name}", description=description, allow_abbrev=False)
-    add_config_flags(parser, ("connector",))
+    add_config_flags(parser, ("connector", "security"))
     return parser
 
 
 @contextlib.contextmanager
-def opened_store(arguments: argparse.Namespace) -> Iterator[StoreBrowser]:
-    """The store that the flags name. What of it cannot be opened is said on stderr."""
+def opened_store(arguments: argparse.Namespace, to_change: str = "") -> Iterator[StoreBrowser]:
+    """The store that the flags name. What of it cannot be opened is said on stderr. to_change: the command, if it changes it."""
     config = load_config({key: value for key, value in vars(arguments).items() if key in _STORE_KEYS})
-    browser = open_browser(config.connector.name, config.connector.options)
+    browser = open_store(config)
     try:
+        if to_change and browser.why_read_only:
+            raise ConnectorError(f"{to_change} cannot be done with {config.connector.name}: {browser.why_read_only}")
         yield browser
         for problem in browser.problems:
             print(f"kvrelay cache: {problem}", file=sys.stderr)
@@ -87,13 +94,14 @@ def opened_store(arguments: argparse.Namespace) -> Iterator[StoreBrowser]:
         browser.close()
 
 
-_STORE_KEYS = ("config", "connector.name", "connector_option")
+_STORE_KEYS = ("config", "connector.name", "connector_option", "security.keys")
 
 
 def _ls(argv: list[str]) -> int:
     parser = _listing_parser("ls", "List the blocks that a store holds.")
     parser.add_argument("--limit", type=int, default=0, help="at most so many (default: all)")
     parser.add_argument("--sort", default="recent", help=f"{', '.join(SORTS)} (default %(default)s)")
+    parser.add_argument("--pinned", action="store_true", help="only those that are pinned")
     parser.add_argument("--json", action="store_true", help="a line of JSON per block")
     arguments = parser.parse_args(argv)
     if arguments.sort not in SORTS:
@@ -102,7 +110,8 @@ def _ls(argv: list[str]) -> int:
         raise InvalidInputError("--limit", arguments.limit, "0 (all) or more")
     now_s = time.time()
     with opened_store(arguments) as browser:
-        entries = sorted(_chosen(browser, arguments), key=SORTS[arguments.sort])
+        wanted = (entry for entry in _chosen(browser, arguments) if entry.is_pinned or not arguments.pinned)
+        entries = sorted(wanted, key=SORTS[arguments.sort])
         shown = entries[: arguments.limit or None]
         for entry in shown:
             print(json.dumps(_as_json(entry)) if arguments.json else _as_line(entry, now_s))
@@ -128,6 +137,8 @@ def _stat(argv: list[str]) -> int:
         print(f"layout {layout}: {counts['num_blocks']} blocks, {readable_bytes(counts['num_bytes'])}")
     if summary["num_blocks"]:
         print("last used: " + ", ".join(f"{count} {age}" for age, count in summary["ages"].items() if count))
+    if summary["num_pinned"]:
+        print(f"pinned: {summary['num_pinned']} blocks")
     if summary["oldest_use_s"] is not None:
         print(f"oldest use: {_readable_age(now_s - summary['oldest_use_s'])} ago")
     return EXIT_OK
@@ -152,7 +163,7 @@ def _prune(argv: list[str]) -> int:
     parser = _listing_parser("prune", "Take blocks away, those that would be evicted first.")
     parser.add_argument("--older-than", metavar="AGE", help="not used for so long: 90s, 30m, 12h, 7d")
     parser.add_argument("--to-size", metavar="SIZE", help="until the rest is no larger: 10GiB")
-    parser.add_argument("--all", action="store_true", help="everything")
+    parser.add_argument("--all", action="store_true", help="everything, pinned blocks, too")
     parser.add_argument("--yes", action="store_true", help="do it; without, only say what would be done")
     arguments = parser.parse_args(argv)
     if sum((arguments.older_than is not None, arguments.to_size is not None, arguments.all)) != 1:
@@ -160,11 +171,14 @@ def _prune(argv: list[str]) -> int:
         raise InvalidInputError("what to prune", given, "one of --older-than AGE, --to-size SIZE, --all")
     older_than_s = None if arguments.older_than is None else _seconds("--older-than", arguments.older_than)
     max_bytes = None if arguments.to_size is None else parse_byte_size("--to-size", arguments.to_size)
-    with opened_store(arguments) as browser:
-        chosen, num_unknown = choose_to_prune(list(_chosen(browser, arguments)), older_than_s, max_bytes, time.time())
+    with opened_store(arguments, "prune") as browser:
+        entries = [entry for entry in _chosen(browser, arguments) if browser.can_remove(entry)]
+        chosen, num_unknown = choose_to_prune(entries, older_than_s, max_bytes, time.time())
         size = readable_bytes(sum(entry.num_bytes for entry in chosen))
         if num_unknown:
             print(f"kvrelay cache: the age of {num_unknown} blocks is not known: they stay", file=sys.stderr)
+        if not arguments.all and (num_pinned := sum(entry.is_pinned for entry in entries)):
+            print(f"kvrelay cache: {num_pinned} blocks are pinned: they stay", file=sys.stderr)
         if not arguments.yes:
             print(f"{len(chosen)} blocks ({size}) would go; with --yes they do")
             return EXIT_FAILED if chosen else EXIT_OK
@@ -189,7 +203,7 @@ def _import(argv: list[str]) -> int:
     parser = store_parser("import", "Verify the blocks of an export and store them.")
     parser.add_argument("FILE", help="- is stdin")
     arguments = parser.parse_args(argv)
-    with _input(arguments.FILE) as file, opened_store(arguments) as browser:
+    with _input(arguments.FILE) as file, opened_store(arguments, "import") as browser:
         report = import_blocks(browser, file, Progress("imported"))
     counts = ", ".join(f"{count} {what}" for what, count in report.counts.items() if count)
     print(f"blocks of the export: {counts or 'none'}")
@@ -204,6 +218,12 @@ def _explain(argv: list[str]) -> int:
     return run_explain(argv)
 
 
+def _pin(argv: list[str], *, is_pinned: bool = True) -> int:
+    from deploy.cache_pins import run_pin
+
+    return run_pin(argv, is_pinned=is_pinned)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "ls": _ls,
     "stat": _stat,
@@ -212,6 +232,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "export": _export,
     "import": _import,
     "explain": _explain,
+    "pin": _pin,
+    "unpin": functools.partial(_pin, is_pinned=False),
 }
 
 
@@ -237,14 +259,16 @@ def _as_json(entry: BlockEntry) -> dict[str, Any]:
         "last_used_s": entry.last_used_s,
         "expires_s": entry.expires_s,
         "place": entry.place,
+        "is_pinned": entry.is_pinned,
     }
 
 
 def _as_line(entry: BlockEntry, now_s: float) -> str:
     age = "age unknown" if entry.last_used_s is None else f"used {_readable_age(now_s - entry.last_used_s)} ago"
     expiry = "" if entry.expires_s is None else f", expires in {_readable_age(entry.expires_s - now_s)}"
+    pinned = ", pinned" if entry.is_pinned else ""
     where = f"layout {entry.layout_fingerprint.hex()[:8]}  {entry.place}"
-    return f"{entry.block_hash.hex()}  {readable_bytes(entry.num_bytes):>10}  {age}{expiry}  {where}"
+    return f"{entry.block_hash.hex()}  {readable_bytes(entry.num_bytes):>10}  {age}{expiry}{pinned}  {where}"
 
 
 def _readable_age(seconds: float) -> str:

@@ -7,69 +7,36 @@ Against a second prompt the first difference can be shown.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from connectors.coding.block_coding import fingerprints_at_rest
-from connectors.registry import open_browser
 from connectors.store_browser import StoreBrowser
-from core.config import DTYPES, Config, OneLineParser, add_config_flags, load_config
-from core.errors import ConfigError, InvalidInputError
-from core.kv.hashing import Namespace, extend_block_hashes
+from core.config import DTYPES, OneLineParser
+from core.kv.hashing import Namespace
 from core.kv.layout import KVLayout
-from core.model.description import describe_model
-from core.model_files import resolve_model
-from deploy.cache_blocks import summarize
-from deploy.router_client import RouterUnreachableError, get_json, post_json
-from router.api_keys import tenant_cache_salt
-from router.chat_template import load_chat_template
-from router.tokenizer import Tokenizer
+from deploy.cache_blocks import open_store, summarize
+from deploy.cache_prompt import Scene, add_prompt_flags, config_of, open_scene, token_ids_of
+from deploy.router_client import post_json
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 _BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXT_TOKENS = 8  # shown on either side of a difference
 _FULL = 0.95  # of a store's capacity
 
 
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """What a prompt is looked up with. words: where the namespace comes from, and what is odd about it.
-    url: of the cluster; "" where none is asked.
-    """
-
-    tokenizer: Tokenizer
-    layout: KVLayout
-    namespace: Namespace
-    cache_salt: str
-    url: str
-    words: list[str]
-
-    def hashes(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Of all full blocks."""
-        found: list[bytes] = []
-        extend_block_hashes(found, token_ids, self.namespace.block_size, self.namespace.root_hash(self.cache_salt))
-        return found
-
-
 def run_explain(argv: list[str]) -> int:
     """Returns the exit code: 0 when the store has all full blocks, else 1. Raises InvalidInputError or another KVRelayError."""
     arguments = _parser().parse_args(argv)
-    ours = ("prompt", "against", "token_ids", "chat", "url", "cache_salt", "api_key_name", "json")
-    config = load_config({key: value for key, value in vars(arguments).items() if key not in ours})
-    model_dir = resolve_model(config.model.path)
-    tokenizer = Tokenizer(model_dir)
-    token_ids = _token_ids(arguments, "PROMPT", arguments.prompt, model_dir, tokenizer)
-    scene = _scene(arguments, config, model_dir, tokenizer)
+    config = config_of(arguments, ("prompt", "against", "json"))
+    scene = open_scene(arguments, config)
+    token_ids = token_ids_of(arguments, "PROMPT", arguments.prompt, scene)
     report: dict[str, Any] = {"num_tokens": len(token_ids), "block_size": scene.namespace.block_size, "notes": scene.words}
     if arguments.against is not None:
-        other = _token_ids(arguments, "--against", arguments.against, model_dir, tokenizer)
+        other = token_ids_of(arguments, "--against", arguments.against, scene)
         report["difference"] = first_difference(token_ids, other, scene)
-    browser = open_browser(config.connector.name, config.connector.options)
+    browser = open_store(config)
     try:
         report.update(look_up(browser, token_ids, scene, form_read_with(config.connector.options)))
         report["num_leading_blocks_by_node"] = _ask_nodes(scene, report["block_hashes"])
@@ -241,30 +208,6 @@ def _runs(where: Sequence[str]) -> Iterator[tuple[int, int, str]]:
             start = place
 
 
-def _scene(arguments: argparse.Namespace, config: Config, model_dir: Path, tokenizer: Tokenizer) -> Scene:
-    """The running cluster's namespace if there is one, else that of the flags."""
-    described = describe_model(model_dir, config.model, config.engine.block_size)
-    namespace = Namespace(described.model_fingerprint, described.kv_layout.fingerprint, config.engine.block_size)
-    layout, words = described.kv_layout, []
-    node = _ask_cluster(arguments.url)
-    if node is None:
-        words.append(f"no cluster was asked: model, dtype and block size are those of the flags ({config.model.path})")
-    else:
-        layout = replace(layout, dtype=node["dtype"], block_size=node["block_size"])
-        cluster = Namespace(
-            bytes.fromhex(node["model_fingerprint"]), bytes.fromhex(node["layout_fingerprint"]), node["block_size"]
-        )
-        if cluster.model_fingerprint != namespace.model_fingerprint:
-            words.append(f"the cluster serves another model ({node['model_name']}) than --model {config.model.path}")
-        elif cluster.layout_fingerprint != layout.fingerprint:
-            words.append("the cluster's layout is none that this version makes of the model")
-        if cluster != namespace:
-            words.append(f"the cluster has dtype {node['dtype']} and block size {node['block_size']}, which are used here")
-        namespace = cluster
-    salt = tenant_cache_salt(arguments.api_key_name, arguments.cache_salt)
-    return Scene(tokenizer, layout, namespace, salt, (arguments.url or DEFAULT_URL) if node is not None else "", words)
-
-
 def _ask_nodes(scene: Scene, block_hashes: Sequence[str]) -> dict[str, int]:
     """How many leading blocks of the prompt each node has in its own cache."""
     if not scene.url or not block_hashes:
@@ -277,52 +220,6 @@ def _ask_nodes(scene: Scene, block_hashes: Sequence[str]) -> dict[str, int]:
     return counts
 
 
-def _ask_cluster(url: str | None) -> dict[str, Any] | None:
-    """Some node of the cluster, as GET /nodes shows it. Only a URL that was given must answer."""
-    try:
-        status, body = get_json(url or DEFAULT_URL, "/nodes")
-    except RouterUnreachableError:
-        if url is not None:
-            raise
-        return None
-    nodes = body.get("nodes", []) if status == 200 and isinstance(body, dict) else []
-    node: dict[str, Any] | None = next((node for node in nodes if "model_fingerprint" in node), None)
-    if node is None and url is not None:
-        raise InvalidInputError("--url", url, f"a router that shows its nodes (status {status}, {len(nodes)} nodes)")
-    return node
-
-
-def _token_ids(arguments: argparse.Namespace, field: str, given: str, model_dir: Path, tokenizer: Tokenizer) -> list[int]:
-    """PROMPT as a node gets it."""
-    text = given
-    if given.startswith("@"):
-        try:
-            text = sys.stdin.read() if given == "@-" else Path(given[1:]).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(field, given, f"@FILE, a readable text in UTF-8 ({error})") from error
-    if arguments.token_ids:
-        return _parse_json(field, text, "a JSON list of token ids", int)
-    if not arguments.chat:
-        return tokenizer.encode(text, add_special_tokens=True)
-    messages = _parse_json(field, text, "a JSON list of chat messages", dict)
-    template = load_chat_template(model_dir, tokenizer)
-    if template is None:
-        raise InvalidInputError(field, "a chat", "a text: this model has no chat template")
-    return tokenizer.encode(template.render(messages), add_special_tokens=False)
-
-
-def _parse_json(field: str, text: str, allowed: str, kind: type) -> list[Any]:
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        parsed = None
-    if not isinstance(parsed, list) or not all(type(item) is kind for item in parsed):
-        raise InvalidInputError(field, text, allowed)
-    if kind is int and not all(0 <= item < 2**31 for item in parsed):
-        raise InvalidInputError(field, text, f"{allowed} from 0 to 2147483647")
-    return parsed
-
-
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="kvrelay cache explain",
@@ -330,16 +227,7 @@ def _parser() -> OneLineParser:
         allow_abbrev=False,
     )
     parser.add_argument("prompt", metavar="PROMPT", help="the text; @FILE or @- reads it")
-    parser.add_argument("--token-ids", action="store_true", help="PROMPT is a JSON list of token ids")
-    parser.add_argument(
-        "--chat", action="store_true", help="PROMPT is a JSON list of messages, as /v1/chat/completions takes them"
-    )
     parser.add_argument("--against", metavar="OTHER", help="a second prompt: shows the first difference")
-    parser.add_argument("--url", help=f"of a router, whose namespace is used (default: {DEFAULT_URL}, if one answers)")
-    parser.add_argument("--cache-salt", default="", help="of the request")
-    parser.add_argument(
-        "--api-key-name", default="", help="whose API key the request came with, where keys have salts of their own"
-    )
     parser.add_argument("--json", action="store_true", help="as JSON, with all block hashes")
-    add_config_flags(parser, ("model", "engine", "connector"))
+    add_prompt_flags(parser)
     return parser

@@ -32,6 +32,7 @@ NODE_COLUMNS = (
     "num_waiting",
     "kv_usage",
     "connector",
+    "kv_address",
     "down_reason",
 )
 REQUEST_COLUMNS = ("request_id", "phase", "node_id", "age_s", "num_prompt_tokens", "num_output_tokens", "num_faults")
@@ -48,7 +49,7 @@ USAGE = """usage: kvrelay COMMAND [OPTIONS]     (kvrelay COMMAND --help lists a 
   drain          let a node, or "router", finish what it has and leave: NAME --url URL
   restart        a rolling restart of a supervised cluster: [NAME ...] --url URL
   audit          what a running cluster still holds: --url URL; exit code 1 when something is left
-  cache          looks into a store: ls, stat, verify, prune, export, import, explain (why a prompt misses)
+  cache          looks into a store: ls, stat, verify, prune, export, import, explain (why a prompt misses), pin, unpin
   keys           keys for a cluster beyond one machine: DIR; API keys: api NAME --file FILE [--admin];
                  a key for stored blocks: store FILE
   version        this version

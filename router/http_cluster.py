@@ -112,6 +112,7 @@ def node_body(node: NodeState, now_s: float) -> dict[str, object]:
         "max_num_seqs": node.max_num_seqs,
         "num_blocks": node.num_blocks,
         "connector": node.connector,
+        "kv_address": node.kv_address,
         "model_name": node.model.model_name,
         "dtype": node.model.dtype,
         "model_fingerprint": node.model.model_fingerprint.hex(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -19,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from connectors.file_lock import Lease, has_live_lease, locked_directory
 from connectors.lmcache.object_directory import MAX_BLOCKS_PER_OBJECT, ObjectDirectory, StoredObject
+from connectors.lmcache.object_files import MODEL_NAME, file_name, open_scratch, parse_file_name
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.errors import ConfigError
 from core.kv.layout import PAGE_BYTES, KVLayout
@@ -35,27 +34,9 @@ from lmcache.v1.distributed.l2_adapters.fs_native_l2_adapter import FSNativeL2Ad
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_MODEL_NAME = "kvrelay"
-_FILE_PREFIX, _FILE_SUFFIX = f"{_MODEL_NAME}@0x00000000@0@", ".data"
 _WAIT_S = 0.02  # between looks at whether to stop
 _UNLOCK_TIMEOUT_S = 0.5  # for LMCache to let go of what it has just written to a file
-_TMP_PREFIX = "tmp-"
 _OBJECTS_PER_STEP = 4  # filled, or read, at a time
-
-
-def file_name(name: bytes) -> str:
-    """Of an object in the file tier's folder."""
-    return f"{_FILE_PREFIX}{name.hex()}{_FILE_SUFFIX}"
-
-
-def _parse_file_name(text: str) -> bytes | None:
-    if not text.startswith(_FILE_PREFIX) or not text.endswith(_FILE_SUFFIX):
-        return None
-    try:
-        name = bytes.fromhex(text[len(_FILE_PREFIX) : -len(_FILE_SUFFIX)])
-    except ValueError:
-        return None
-    return name if name and len(name) % 16 == 0 and len(name) <= 16 * MAX_BLOCKS_PER_OBJECT else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +66,8 @@ class LMCacheObjects:
         self._max_cached_bytes = memory_bytes // 2 if caches_in_memory else 0
         self._op_timeout_s = op_timeout_s
         self._folder = Path(path).absolute() / layout.fingerprint.hex()
-        self._scratch, self._lease = self._open_scratch()
-        self.directory = ObjectDirectory(self._folder, file_name, _parse_file_name)
+        self._scratch, self._lease = open_scratch(self._folder)
+        self.directory = ObjectDirectory(self._folder, file_name, parse_file_name)
         self._layouts = [
             api.MemoryLayoutDesc([api.torch.Size([number * self.unit_bytes])], [api.torch.uint8])
             for number in range(MAX_BLOCKS_PER_OBJECT + 1)
@@ -107,15 +88,6 @@ class LMCacheObjects:
             )
         )
         self._manager.register_l2_listener(self._stored)
-
-    def _open_scratch(self) -> tuple[Path, Lease]:
-        """A folder of this process's own for files that are being written; those of dead processes are removed."""
-        with locked_directory(self._folder):
-            for path in self._folder.glob(f"{_TMP_PREFIX}*"):
-                if not has_live_lease(path):
-                    shutil.rmtree(path, ignore_errors=True)
-            scratch = Path(tempfile.mkdtemp(prefix=_TMP_PREFIX, dir=self._folder))
-            return scratch, Lease(scratch, 0)
 
     def batches(self, objects: Sequence[StoredObject]) -> Iterator[Sequence[StoredObject]]:
         """Parts that LMCache's memory has room for."""
@@ -328,7 +300,7 @@ class _StoredListener(internal_api.L2AdapterListener):  # type: ignore[misc]
 
 
 def _key(name: bytes) -> Any:
-    return api.ObjectKey(name, _MODEL_NAME, 0)
+    return api.ObjectKey(name, MODEL_NAME, 0)
 
 
 def _bytes_of(memory: Any) -> Bytes:

@@ -8,6 +8,7 @@ is touched from its end to its beginning, so that its tail goes first.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ _FIRST_SLAB_BYTES = 4 * 1024 * 1024  # then as much as there is, up to a whole o
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """Where a block is, for as long as it is found under its name or somebody copies it."""
+    """Where a block is, for as long as it is found under its name or somebody copies it. number: of all that its store had."""
 
     offset: int
     header: bytes
+    number: int
+    last_used_s: float  # Unix time
     num_pins: int = 0
     is_forgotten: bool = False
 
@@ -44,6 +47,7 @@ class StoreIndex:
         self._place_by_name: OrderedDict[bytes, Place] = OrderedDict()  # the least recently used first
         self._free_offsets: list[int] = []
         self._num_slots = 0
+        self._numbers = itertools.count(1)
         self._num_evicted = 0
 
     def status(self) -> StoreStatus:
@@ -63,9 +67,16 @@ class StoreIndex:
 
     def touch(self, chain: Sequence[bytes]) -> None:
         """These were used now; chain goes from a prefix's beginning to its end."""
+        now_s = time.time()
         for name in reversed(chain):
-            if name in self._place_by_name:
+            place = self._place_by_name.get(name)
+            if place is not None:
+                place.last_used_s = now_s
                 self._place_by_name.move_to_end(name)
+
+    def names(self) -> list[bytes]:
+        """Of all blocks, the least recently used first."""
+        return list(self._place_by_name)
 
     def unpin(self, place: Place) -> None:
         """One reader less."""
@@ -118,11 +129,12 @@ class StoreIndex:
 
     def commit(self, names: Sequence[bytes], offsets: Sequence[int], headers: Sequence[bytes]) -> None:
         """Slots that were taken hold these blocks now; what another has stored meanwhile stays as it is."""
+        now_s = time.time()
         for name, offset, header in zip(names, offsets, headers, strict=True):
             if name in self._place_by_name:
                 self._free_offsets.append(offset)
             else:
-                self._place_by_name[name] = Place(offset, header)
+                self._place_by_name[name] = Place(offset, header, next(self._numbers), now_s)
 
     def forget(self, names: Iterable[bytes]) -> None:
         """These blocks are not stored any more."""

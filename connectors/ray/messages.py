@@ -42,6 +42,10 @@ class Operation(enum.IntEnum):
     LOCATE = 6  # ancestors and names: where in the object store each name is, which stays there until
     RELEASE = 7  # says that the last LOCATE's bytes have been copied
     FORGET = 8  # names whose bytes are not what they should be
+    STORES = 9  # a namespace, instead of HELLO: which stores it has, as JSON. The connection ends
+    LIST = 10  # of visitors, as are the next two; see visits.py: a page of what the store on this node holds
+    INSPECT = 11  # as LOCATE, with names alone: this node's, and not as a use of them
+    REMOVE = 12  # names, each with the number of the object that it was listed in: which of them went
     OK = 100
     REFUSED = 101  # the reason, as text
 
@@ -186,14 +190,19 @@ class FrameStream:
 
     def receive_answer(self, num_answer_bytes: int) -> tuple[bytes, StoreStatus]:
         """As ask() returns it."""
+        body = self.receive_any_answer()
+        if len(body) != num_answer_bytes + STATUS_BYTES:
+            raise ConnectorError("an answer of a wrong length")
+        return body[:num_answer_bytes], unpack_status(body)
+
+    def receive_any_answer(self) -> bytes:
+        """The answer's body, of whatever length, with its status. Raises OSError or ConnectorError."""
         answer, body, descriptor = self.receive()
         if descriptor is not None:
             os.close(descriptor)
         if answer is not Operation.OK:
             raise ConnectorError(body.decode(errors="replace") if answer is Operation.REFUSED else "an answer out of turn")
-        if len(body) != num_answer_bytes + STATUS_BYTES:
-            raise ConnectorError("an answer of a wrong length")
-        return body[:num_answer_bytes], unpack_status(body)
+        return body
 
     def shut_down(self) -> None:
         """Wake whoever waits for the other end. Any thread."""

@@ -36,6 +36,7 @@ from connectors.ray.messages import (
     unpack_put,
 )
 from connectors.ray.slabs import ObjectMedium, SlabMaker
+from connectors.ray.visits import describe_stores, list_page, remove_listed
 from connectors.stored_block import BLOCK_HEADER_BYTES, pack_block_header
 from core.errors import ConnectorError
 
@@ -91,6 +92,13 @@ class _Session:
     pool: npt.NDArray[np.uint8] | None
     pins: list[Place] = field(default_factory=list)
     borrowed: BorrowedBlocks | None = None
+    is_visitor: bool = False
+    listed: list[bytes] = field(default_factory=list)  # by a visitor
+
+    @property
+    def is_user(self) -> bool:
+        """Whether it keeps its store; visitors do while they write."""
+        return not self.is_visitor or self.pool is not None
 
 
 class DirectoryServer:
@@ -196,6 +204,11 @@ class DirectoryServer:
             check_peer(connected)
             stream.begin()
             operation, body, descriptor = stream.receive()
+            if operation is Operation.STORES:
+                with self.mutex:
+                    answer = describe_stores({key: store.index for key, store in self._stores.items()}, body)
+                stream.send(Operation.OK, answer)
+                return
             session = self._greet(stream, operation, body, descriptor)
             self._welcome(session)
             while True:
@@ -215,8 +228,9 @@ class DirectoryServer:
                 self._num_connections -= 1
                 if session is not None:
                     self._release(session)
-                    session.store.num_connections -= 1
-                    session.store.unused_since_s = time.monotonic()
+                    if session.is_user:
+                        session.store.num_connections -= 1
+                        session.store.unused_since_s = time.monotonic()
 
     def _greet(self, stream: FrameStream, operation: Operation, body: bytes, descriptor: int | None) -> _Session:
         """Raises OSError or ConnectorError."""
@@ -238,13 +252,18 @@ class DirectoryServer:
             block_bytes, stride_bytes, num_blocks, capacity_bytes, object_bytes = numbers
             pool = None if descriptor is None else self._map_pool(descriptor, stride_bytes * num_blocks)
             with self.mutex:
+                is_visitor = bool(hello.get("visitor", False))
                 if key not in self._stores:
                     index = StoreIndex(min(capacity_bytes, self._max_bytes), block_bytes, object_bytes)
                     self._stores[key] = _Store(index, linger_s)
                 store = self._stores[key]
-                store.linger_s = linger_s
-                store.num_connections += 1
-            return _Session(stream, key, store, fingerprint, block_bytes, stride_bytes, timeout_s, pool)
+                if not is_visitor:
+                    store.linger_s = linger_s
+                session = _Session(
+                    stream, key, store, fingerprint, block_bytes, stride_bytes, timeout_s, pool, is_visitor=is_visitor
+                )
+                store.num_connections += session.is_user
+            return session
 
     def _welcome(self, session: _Session) -> None:
         """Answer HELLO. Raises OSError: the session counts already, and has to end."""
@@ -253,7 +272,7 @@ class DirectoryServer:
         session.stream.send(
             Operation.OK,
             json.dumps({"medium_bytes": self._medium.num_bytes}).encode() + pack_status(status),
-            None if session.pool is None else self._medium.descriptor,
+            None if session.pool is None and not session.is_visitor else self._medium.descriptor,
         )
 
     def _map_pool(self, descriptor: int, num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -287,7 +306,15 @@ class DirectoryServer:
                 session.stream.send(Operation.REFUSED, refusal.encode())
                 return
         elif operation is Operation.LOCATE:
-            answer = self._locate(session, body)
+            answer = self._locate(session, *unpack_chain(body))
+        elif operation is Operation.INSPECT:
+            answer = self._locate(session, [], unpack_names(body), is_visit=True)
+        elif operation is Operation.LIST:
+            with self.mutex:
+                answer = list_page(index, session.listed, body)
+        elif operation is Operation.REMOVE:
+            with self.mutex:
+                answer = remove_listed(index, body)
         elif operation is Operation.LOOKUP:
             answer = self._look_up(session, unpack_names(body))
         elif operation is Operation.TOUCH:
@@ -312,17 +339,17 @@ class DirectoryServer:
         absent = set(missing) - found
         return bytes(name not in absent for name in names)
 
-    def _locate(self, session: _Session, body: bytes) -> bytes:
-        ancestors, names = unpack_chain(body)
+    def _locate(self, session: _Session, ancestors: list[bytes], names: list[bytes], *, is_visit: bool = False) -> bytes:
         index = session.store.index
         with self.mutex:
             self._release(session)
-            index.touch([*ancestors, *names])
+            if not is_visit:
+                index.touch([*ancestors, *names])
             found = {name: place for name in names if (place := index.find(name))}
             session.pins = list(found.values())
             for place in session.pins:
                 place.num_pins += 1
-        missing = [name for name in names if name not in found]
+        missing = [name for name in names if name not in found and not is_visit]
         borrowed = self._peers.fetch(session.key, missing, session.timeout_s / 2) if missing else BorrowedBlocks({}, None)
         session.borrowed = borrowed
         places = borrowed.places | {name: (place.offset, place.header) for name, place in found.items()}

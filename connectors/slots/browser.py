@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from connectors.slots.eviction_policy import PINNED, TICK_MASK
 from connectors.slots.index_file import (
     CHECKSUM,
     HASH_HIGH,
@@ -40,7 +41,6 @@ from connectors.stored_block import read_block_header
 from core.errors import ConnectorError
 
 _RECORDS_AT_A_TIME = 16384
-_TICK_MASK = 2**60 - 1  # of LAST_USE: the rest are marks
 
 
 class SlotPlaces(Protocol):
@@ -59,6 +59,8 @@ class SlotPlaces(Protocol):
 
 class SlotBrowser(StoreBrowser):
     """All stores of a SlotPlaces. Each is joined when it is first needed, and stays open until close()."""
+
+    why_no_pins = ""
 
     def __init__(self, places: SlotPlaces) -> None:
         """Raises ConnectorError."""
@@ -90,8 +92,10 @@ class SlotBrowser(StoreBrowser):
                 part = records[start : start + _RECORDS_AT_A_TIME].copy()
                 is_whole = record_checksums(part) == part[:, CHECKSUM]
                 stored = np.flatnonzero(is_whole & (part[:, STATE_AND_OWNER] == SlotState.STORED))
-                ticks = part[stored, LAST_USE] & np.uint64(_TICK_MASK)
-                for row, tick, used_s in zip(stored.tolist(), ticks.tolist(), times.times_of(ticks).tolist(), strict=True):
+                ticks = part[stored, LAST_USE] & np.uint64(TICK_MASK)
+                are_pinned = ((part[stored, LAST_USE] & np.uint64(PINNED)) != 0).tolist()
+                uses = zip(ticks.tolist(), times.times_of(ticks).tolist(), are_pinned, strict=True)
+                for row, (tick, used_s, is_pinned) in zip(stored.tolist(), uses, strict=True):
                     record, slot = part[row], start + row
                     yield BlockEntry(
                         layout_fingerprint=fingerprint,
@@ -101,6 +105,7 @@ class SlotBrowser(StoreBrowser):
                         place=f"slot {slot}",
                         last_used_s=None if math.isnan(used_s) else used_s,
                         handle=(slot, int(record[SEQUENCE])),
+                        is_pinned=is_pinned,
                     )
 
     def find(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[bool]:
@@ -150,6 +155,15 @@ class SlotBrowser(StoreBrowser):
             with _translated():
                 num_removed += store.index.forget(dict(entry.handle for entry in batch))
         return num_removed
+
+    def pin(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes], *, is_pinned: bool = True) -> list[bool]:
+        """Marks in the shared index, which outlive all processes where the store does. At most a quarter of its slots."""
+        store = self._store_by_layout.get(layout_fingerprint)
+        if store is None:
+            return [False] * len(block_hashes)
+        with _translated():
+            (store.index.pin if is_pinned else store.index.unpin)(block_hashes)
+        return [store.index.is_pinned(name) for name in block_hashes]
 
     def close(self) -> None:
         """Leave all stores."""

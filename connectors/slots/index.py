@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from connectors.slots.eviction_policy import TICK_MASK
+from connectors.slots.eviction_policy import PINNED, TICK_MASK
 from connectors.slots.index_file import (
     CHECKSUM,
     DEPTH,
@@ -189,6 +189,11 @@ class SlotIndex:
         """See SlotRecency.unpin."""
         with self._changing():
             self.recency.unpin(block_hashes)
+
+    def is_pinned(self, block_hash: bytes) -> bool:
+        """Whether it is stored and pinned, by whomever. Takes no lock."""
+        slots = self.mirror.slots_of([block_hash])
+        return bool(slots) and bool(int(self.file.records[slots[0], LAST_USE]) & PINNED)
 
     def coldest_runs(self, num_blocks: int) -> list[list[bytes]]:
         """See SlotRecency.coldest_runs."""

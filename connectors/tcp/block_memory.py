@@ -166,3 +166,20 @@ class BlockMemory:
     def _pin(self, block_hash: bytes, slot: int) -> None:
         self._order.pop(block_hash, None)
         self._num_pins_by_slot[slot] = self._num_pins_by_slot.get(slot, 0) + 1
+
+    # -- looking in: nothing here is a use -----------------------------------------------------------------------------
+    def eviction_order(self) -> list[bytes]:
+        """All blocks, the next to go first; those that are pinned last."""
+        with self._mutex:
+            pinned = [name for slot in self._num_pins_by_slot if (name := self._hash_by_slot[slot]) is not None]
+            return [*self._order, *pinned]
+
+    def copy_of(self, block_hash: bytes) -> tuple[bytes, bytearray] | None:
+        """A block's header and a copy of its payload; None when it is not here, or has gone meanwhile."""
+        slot = self._slot_by_hash.get(block_hash)
+        if slot is None:
+            return None
+        header, payload = self._header_by_slot[slot], bytearray(self.layout.block_bytes)
+        np.copyto(np.frombuffer(payload, dtype=np.uint8), self._payload(slot))
+        is_same = self._slot_by_hash.get(block_hash) == slot and self._header_by_slot[slot] is header  # each fill makes its own
+        return (header, payload) if is_same else None

@@ -9,6 +9,11 @@ LOOKUP   count items: a lease's name (zeros: none), then hashes    FOUND  count 
 PULL     count hashes                                              BLOCKS count leading blocks that are here, header and payload
 RENEW, RELEASE  count names of leases                              DONE
 SUSPECT  count hashes of blocks that arrived damaged               DONE
+
+Who looks into a node has no layout: its HELLO names ANY_LAYOUT. It may also ask (see visits.py)
+DESCRIBE nothing                                                   MEMORY the layout, sizes, number of slots
+LIST     nothing                                                   NAMES  count hashes, the next to be evicted first
+READ     count hashes                                              COPIES count times a byte 1, header and payload, or a byte 0
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ MAGIC = b"KVTP"
 VERSION = 1
 ITEM_BYTES = 16
 NO_LEASE = bytes(ITEM_BYTES)
+ANY_LAYOUT = bytes(16)  # with blocks of no bytes
 MAX_ITEMS = 65536  # of a question
 MAX_PULLED = 1024  # blocks of a PULL: they are pinned until they are sent
 NONCE_BYTES = 32
@@ -51,9 +57,15 @@ class Kind(enum.IntEnum):
     RENEW = 18
     RELEASE = 19
     SUSPECT = 20
+    DESCRIBE = 21
+    LIST = 22
+    READ = 23
     FOUND = 32
     BLOCKS = 33
     DONE = 34
+    MEMORY = 35
+    NAMES = 36
+    COPIES = 37
 
 
 class Refusal(enum.IntEnum):
@@ -128,9 +140,9 @@ def pack_hello(end: EndPoint, nonce: bytes) -> bytes:
 
 
 def is_same_layout(hello: bytes, end: EndPoint) -> bool:
-    """Whether a HELLO's sender has blocks like ours."""
+    """Whether a HELLO's sender has blocks like ours, or wants to see what ours are like."""
     fingerprint, block_bytes, _nonce = _HELLO.unpack(hello[HEAD_BYTES:])
-    return bool((fingerprint, block_bytes) == (end.layout_fingerprint, end.block_bytes))
+    return (fingerprint, block_bytes) in ((end.layout_fingerprint, end.block_bytes), (ANY_LAYOUT, 0))
 
 
 def pack_challenge(end: EndPoint, hello: bytes, nonce: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """The source's end: serves this node's blocks to other nodes. A thread accepts, and each connection has one of its own.
 
 Whoever connects is a stranger until it has proved that it has the secret; whatever it sends then is bounded, too. Nothing that
-comes in is ever written anywhere: a connection can only read blocks, lease them, and have one checked.
+comes in is ever written anywhere: a connection can only list and read blocks, lease them, and have one checked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from connectors.stored_block import BlockCheck
 from connectors.tcp.block_memory import BlockMemory
@@ -38,6 +38,7 @@ from connectors.tcp.frames import (
 )
 from connectors.tcp.leases import Leases
 from connectors.tcp.stream import BlockStream
+from connectors.tcp.visits import answer_describe, answer_list, answer_read
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +195,7 @@ class BlockServer:
         """Wait for a question and answer it. Raises OSError."""
         stream.wait_readable()
         kind, count = stream.receive_head()
-        if kind not in _ANSWERS or count > MAX_ITEMS or (kind is Kind.PULL and count > MAX_PULLED):
+        if kind not in _ANSWERS or count > MAX_ITEMS or (kind in (Kind.PULL, Kind.READ) and count > MAX_PULLED):
             raise ConnectionError(f"a question that nobody asks: {kind.name} of {count}")
         items = split_items(stream.receive(count * ITEM_BYTES)) if count else []
         _ANSWERS[kind](self, stream, items)
@@ -259,10 +260,13 @@ class BlockServer:
             logger.warning("%d connections for KV were refused so far; the last: %s", self.num_refused, error)
 
 
-_ANSWERS = {
+_ANSWERS: dict[Kind, Callable[[BlockServer, BlockStream, Sequence[bytes]], None]] = {
     Kind.LOOKUP: BlockServer._answer_lookup,
     Kind.PULL: BlockServer._answer_pull,
     Kind.RENEW: BlockServer._answer_renew,
     Kind.RELEASE: BlockServer._answer_release,
     Kind.SUSPECT: BlockServer._answer_suspect,
+    Kind.DESCRIBE: lambda server, stream, _items: answer_describe(server._memory, stream),
+    Kind.LIST: lambda server, stream, _items: answer_list(server._memory, stream),
+    Kind.READ: lambda server, stream, items: answer_read(server._memory, stream, items),
 }

@@ -9,29 +9,14 @@ from __future__ import annotations
 import enum
 import itertools
 import logging
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from connectors.tcp.frames import (
-    CHALLENGE_BYTES,
-    HEAD_BYTES,
-    ITEM_BYTES,
-    MAX_ITEMS,
-    NO_LEASE,
-    NONCE_BYTES,
-    EndPoint,
-    Kind,
-    check_challenge,
-    pack_hello,
-    pack_proof,
-    pack_question,
-    parse_head,
-)
-from connectors.tcp.stream import BlockStream
+from connectors.tcp.frames import ITEM_BYTES, MAX_ITEMS, NO_LEASE, EndPoint, Kind, pack_question
+from connectors.tcp.stream import BlockStream, greet_source
 from core.addresses import host_of, is_loopback
 
 logger = logging.getLogger(__name__)
@@ -227,23 +212,10 @@ class Source:
             connected.close()
             raise
         try:
-            return stream, self._greet(stream)
+            return stream, greet_source(stream, self._end)
         except OSError:
             self.drop_stream(stream)
             raise
-
-    def _greet(self, stream: BlockStream) -> bytes:
-        hello = pack_hello(self._end, os.urandom(NONCE_BYTES))
-        stream.send([hello])
-        head = stream.receive(HEAD_BYTES)
-        parse_head(head, Kind.CHALLENGE)
-        challenge = head + stream.receive(CHALLENGE_BYTES - HEAD_BYTES)
-        process_id = check_challenge(self._end, hello, challenge)
-        if process_id == self._end.process_id:
-            raise ConnectionError("it is this node itself")
-        stream.send([pack_proof(self._end, hello, challenge)])
-        stream.receive_head(Kind.WELCOME)
-        return process_id
 
     # -- this source's thread ------------------------------------------------------------------------------------------
     def _run(self) -> None:

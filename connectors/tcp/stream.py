@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 
 from connectors.socket_stream import SocketStream
-from connectors.tcp.frames import HEAD_BYTES, Kind, parse_head
+from connectors.tcp.frames import (
+    CHALLENGE_BYTES,
+    HEAD_BYTES,
+    NONCE_BYTES,
+    EndPoint,
+    Kind,
+    check_challenge,
+    pack_hello,
+    pack_proof,
+    parse_head,
+)
 
 
 class BlockStream(SocketStream):
@@ -32,3 +43,18 @@ class BlockStream(SocketStream):
     def receive_head(self, expected: Kind | None = None) -> tuple[Kind, int]:
         """The beginning of a frame: kind and count."""
         return parse_head(self.receive(HEAD_BYTES), expected)
+
+
+def greet_source(stream: BlockStream, end: EndPoint) -> bytes:
+    """The puller's part of the handshake; the source's process_id. Raises OSError."""
+    hello = pack_hello(end, os.urandom(NONCE_BYTES))
+    stream.send([hello])
+    head = stream.receive(HEAD_BYTES)
+    parse_head(head, Kind.CHALLENGE)
+    challenge = head + stream.receive(CHALLENGE_BYTES - HEAD_BYTES)
+    process_id = check_challenge(end, hello, challenge)
+    if process_id == end.process_id:
+        raise ConnectionError("it is this node itself")
+    stream.send([pack_proof(end, hello, challenge)])
+    stream.receive_head(Kind.WELCOME)
+    return process_id

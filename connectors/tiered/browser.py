@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from connectors.registry import open_browser as open_child
@@ -15,8 +15,8 @@ from core.errors import ConfigError, ConnectorError
 
 
 class TieredBrowser(StoreBrowser):
-    """Fastest tier first. What is written goes to the slowest one, as what is evicted would; an entry's handle is its tier's
-    number, and the entry as the tier lists it."""
+    """Fastest tier first. What is written goes to the slowest one that takes it, as what is evicted would; an entry's handle is
+    its tier's number, and the entry as the tier lists it."""
 
     def __init__(self, browsers: Mapping[str, StoreBrowser], problems: Sequence[str]) -> None:
         """browsers: by the tiers' names."""
@@ -26,6 +26,12 @@ class TieredBrowser(StoreBrowser):
         self.problems = [*problems]
         for name, browser in browsers.items():
             self.problems += [f"tier {name}: {problem}" for problem in browser.problems]
+        self._writable = [browser for browser in self._browsers if not browser.why_read_only]
+        if not self._writable:
+            self.why_read_only = self._browsers[-1].why_read_only
+        self._pinning = [browser for browser in self._browsers if not browser.why_no_pins]
+        if self._pinning:
+            self.why_no_pins = ""
 
     @property
     def capacity_bytes(self) -> int:
@@ -52,13 +58,26 @@ class TieredBrowser(StoreBrowser):
             yield from ((entry, block) for entry, (_, block) in zip(asked, blocks, strict=True))
 
     def write(self, blocks: Sequence[RawBlock]) -> list[WriteOutcome]:
-        """Into the slowest tier."""
-        return self._browsers[-1].write(blocks)
+        """Into the slowest tier that takes them."""
+        return (self._writable or self._browsers)[-1].write(blocks)
 
     def remove(self, entries: Sequence[BlockEntry]) -> int:
         """Each from the tier that listed it."""
         by_tier = itertools.groupby(entries, key=lambda entry: int(entry.handle[0]))
         return sum(self._browsers[number].remove([entry.handle[1] for entry in of_tier]) for number, of_tier in by_tier)
+
+    def can_remove(self, entry: BlockEntry) -> bool:
+        """Whether the tier that listed it lets go of it."""
+        number, in_tier = entry.handle
+        browser: StoreBrowser = self._browsers[number]
+        return browser.can_remove(in_tier)
+
+    def pin(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes], *, is_pinned: bool = True) -> list[bool]:
+        """In every tier that has pins; whether any of them has each block pinned now."""
+        if not self._pinning:
+            raise ConnectorError(self.why_no_pins)
+        answers = [browser.pin(layout_fingerprint, block_hashes, is_pinned=is_pinned) for browser in self._pinning]
+        return [any(in_tiers) for in_tiers in zip(*answers, strict=True)]
 
     def close(self) -> None:
         """Leave all tiers."""
@@ -66,7 +85,7 @@ class TieredBrowser(StoreBrowser):
             browser.close()
 
 
-def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
+def open_browser(options: Mapping[str, Any], read_secret: Callable[[], bytes] = bytes) -> StoreBrowser:
     """The tiers of these options that can be looked into; the others are problems. Raises ConfigError, or ConnectorError when
     there is none."""
     problems: list[str] = []
@@ -74,7 +93,7 @@ def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
         browsers: dict[str, StoreBrowser] = {}
         for tier in parse_tiered_options(options)[1]:
             try:
-                browsers[tier.name] = browser = open_child(tier.connector, tier.options)
+                browsers[tier.name] = browser = open_child(tier.connector, tier.options, read_secret)
                 opened.callback(browser.close)
             except (ConfigError, ConnectorError) as error:
                 problems.append(f"tier {tier.name}: {error}")

@@ -19,6 +19,7 @@ LEGITIMATE = {
     "router/chat_template.py": 1,  # strftime_now, which chat templates ask for
     "connectors/redis/link.py": 1,  # the first guess of the server's clock, until it has told
     "connectors/redis/browser.py": 2,  # what a server says of expiry is the time of day
+    "connectors/ray/index.py": 2,  # when objects were last used, for people
     "connectors/slots/use_times.py": 2,  # when a block was last used, for people; eviction does not ask
     "deploy/cache_command.py": 3,  # the ages of blocks, which are shown, and what `prune --older-than` goes by
 }

@@ -36,6 +36,8 @@ def described() -> ModelDescription:
 class Explained:
     """A store in a folder, prompts saved to it as engines do, and the command's answers."""
 
+    connector_name = "nvme"
+
     def __init__(self, folder: Path, described: ModelDescription, capsys: pytest.CaptureFixture[str]) -> None:
         self.options: dict[str, Any] = {"path": str(folder), "capacity_bytes": "200MiB"}
         self._described = described
@@ -49,23 +51,29 @@ class Explained:
         extend_block_hashes(found, self._tokenizer.encode(text, add_special_tokens=True), layout.block_size, root)
         return found
 
-    def save(self, hashes: list[bytes], layout: KVLayout | None = None, **options: Any) -> None:
+    def open_node(self, layout: KVLayout | None = None, **options: Any) -> KVNode:
         clock = SteppedClock()
-        connector = create_connector("nvme", {**self.options, **options}, clock)
-        node = KVNode(connector, clock, layout or self._described.kv_layout)
+        connector = create_connector(self.connector_name, {**self.options, **options}, clock)
+        return KVNode(connector, clock, layout or self._described.kv_layout)
+
+    def save(self, hashes: list[bytes], layout: KVLayout | None = None, **options: Any) -> None:
+        node = self.open_node(layout, **options)
         assert node.save(hashes).num_blocks_ok == len(hashes)
-        connector.close()
+        node.connector.close()
 
     def remove(self, names: list[bytes]) -> None:
         browser = open_browser("nvme", self.options)
         assert browser.remove([entry for entry in browser.entries() if entry.block_hash in names]) == len(names)
         browser.close()
 
-    def ask(self, *argv: str) -> tuple[int, str]:
+    def run(self, command: str, *argv: str) -> tuple[int, str]:
         flags = [part for key, value in self.options.items() for part in ("--connector-option", f"{key}={value}")]
-        code = main(["cache", "explain", "--connector", "nvme", *flags, *argv])
+        code = main(["cache", command, "--connector", self.connector_name, *flags, *argv])
         said = self._capsys.readouterr()
         return code, said.out + said.err
+
+    def ask(self, *argv: str) -> tuple[int, str]:
+        return self.run("explain", *argv)
 
     def ask_json(self, *argv: str) -> tuple[int, dict[str, Any]]:
         code, said = self.ask("--json", *argv)
@@ -79,7 +87,7 @@ def explained(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Explained:
-    monkeypatch.setattr("deploy.cache_explain.DEFAULT_URL", UNREACHABLE)  # a cluster may run on this machine
+    monkeypatch.setattr("deploy.cache_prompt.DEFAULT_URL", UNREACHABLE)  # a cluster may run on this machine
     return Explained(tmp_path / "store", described, capsys)
 
 
@@ -91,6 +99,23 @@ def test_explain_prompt_that_is_stored_shows_one_run(explained: Explained) -> No
     _, report = explained.ask_json(PROMPT)
     assert report["block_hashes"] == [name.hex() for name in hashes]
     assert report["num_hit_tokens"] == 16 * len(hashes)
+
+
+def test_explain_finds_a_prompt_in_lmcache_files_and_in_a_tcp_node(explained: Explained, tmp_path: Path) -> None:
+    hashes = explained.hashes(PROMPT)
+    explained.save(hashes)
+    assert explained.run("export", str(tmp_path / "blocks"))[0] == 0
+    explained.connector_name, explained.options = "lmcache", {"path": str(tmp_path / "lmcache")}
+    assert explained.run("import", str(tmp_path / "blocks"))[0] == 0
+    code, said = explained.ask(PROMPT)
+    assert code == 0 and f"blocks 0 to {len(hashes) - 1}: in lmcache" in said
+    explained.connector_name, explained.options = "tcp", {"capacity_bytes": "16MiB"}
+    node = explained.open_node()
+    node.save(hashes[:3])
+    explained.options = {"peers": node.connector.kv_address}
+    code, said = explained.ask(PROMPT)
+    assert code == 1 and "blocks 0 to 2: in tcp" in said and "first miss: block 3" in said
+    node.connector.close()
 
 
 def test_explain_hole_names_the_first_missing_block_and_its_text(explained: Explained) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import mmap
 import os
@@ -14,9 +15,15 @@ import pytest
 
 from connectors.contract.contract import ConnectorContract
 from connectors.contract.harness import ConnectorHarness
-from connectors.contract.node import LAYOUT, content_of
+from connectors.contract.node import LAYOUT, chain, content_of
 from connectors.contract.peer import Peer
+from connectors.registry import open_browser
 from connectors.stored_block import BLOCK_HEADER_BYTES
+from core.errors import ConnectorError
+from core.kv.connector import TransferOutcome
+from deploy.cache_blocks import export_blocks, import_blocks, verify_blocks
+from tests.contract.browser_contract import QUIET, BrowserContract, Store, names
+from tests.contract.test_nvme import NvmeHarness
 from tests.support.ray_node import MIB, RayNode
 
 _NUMBERS = itertools.count()
@@ -102,3 +109,52 @@ def ray_node() -> Iterator[RayNode]:
 
 class TestRay(ConnectorContract):
     harness_type = RayHarness
+
+
+class TestRayBrowser(BrowserContract):
+    harness_type = RayHarness
+    fault_of_swapped = "its payload does not match"  # headers are out of the damage's reach
+
+    def test_blocks_go_to_disk_and_into_a_namespace_that_nobody_uses_and_stay_for_who_comes(
+        self, store: Store, tmp_path: Path
+    ) -> None:
+        store.harness.open_node().save(chain(1, 6))
+        browser, file = store.browse(), io.BytesIO()
+        order = [entry.block_hash for entry in sorted(browser.entries(), key=lambda entry: entry.eviction_order)]
+        assert order == chain(1, 6)[::-1]
+        export_blocks(browser, browser.entries(), file, QUIET)
+        disk = NvmeHarness(tmp_path)
+        on_disk = open_browser("nvme", disk.options("disk", 256))
+        store.browsers.append(on_disk)
+        assert import_blocks(on_disk, io.BytesIO(file.getvalue()), QUIET).counts == {"written": 6}
+        unused = store.browse("unused")
+        assert import_blocks(unused, io.BytesIO(file.getvalue()), QUIET).counts == {"written": 6}
+        assert "what is written goes 10 s after this command" in unused.problems[0]
+        assert verify_blocks(unused, unused.entries(), QUIET).num_ok == 6
+        unused.close()
+        assert store.harness.open_node("unused").load(chain(1, 6)).outcome is TransferOutcome.OK
+        assert disk.open_node("disk").load(chain(1, 6)).outcome is TransferOutcome.OK
+        disk.close()
+
+    def test_looking_in_is_no_use_and_keeps_no_store(self, store: Store) -> None:
+        options = {**store.harness.options("store", 256), "linger_s": 0.1}
+        node = store.harness.open_node_with(options)
+        node.save(chain(1, 4))
+        node.save(chain(2, 4))
+        browser = store.browse()
+        order = [entry.block_hash for entry in sorted(browser.entries(), key=lambda entry: entry.eviction_order)]
+        assert verify_blocks(browser, sorted(browser.entries(), key=lambda entry: entry.block_hash), QUIET).num_ok == 8
+        assert order == [entry.block_hash for entry in sorted(browser.entries(), key=lambda entry: entry.eviction_order)]
+        node.connector.close()
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while names(list(browser.entries())):
+            assert time.monotonic() < deadline_s, "a visitor keeps a store"
+            time.sleep(0.05)
+
+    def test_pins_are_refused_and_a_ray_without_a_directory_is_a_clear_error(self, store: Store) -> None:
+        store.harness.open_node().save(chain(1, 2))
+        browser = store.browse()
+        with pytest.raises(ConnectorError, match="this kind of store has no pins"):
+            browser.pin(LAYOUT.fingerprint, chain(1, 2))
+        with pytest.raises(ConnectorError, match=r"no directory for the Ray at 127\.0\.0\.3:6379 runs on this host"):
+            open_browser("ray", {"address": "127.0.0.3:6379"})

@@ -85,4 +85,4 @@ def test_cached_asks_every_node_for_its_leading_blocks(cluster: RunningRouter) -
 def test_nodes_show_the_namespace_of_their_blocks(cluster: RunningRouter) -> None:
     for node in httpx.get(f"{cluster.url}/nodes").json()["nodes"]:
         assert len(bytes.fromhex(node["model_fingerprint"])) == len(bytes.fromhex(node["layout_fingerprint"])) == 16
-        assert node["block_size"] > 0
+        assert node["block_size"] > 0 and node["kv_address"] == ""
