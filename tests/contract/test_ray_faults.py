@@ -132,12 +132,13 @@ def bench(ray_node: RayNode) -> Iterator[Bench]:
 
 
 def wait_recovered(node: Node, seed: int = 900, within_s: float = PATIENCE_S) -> None:
-    """Until a save and a load work, which must be soon."""
+    """Until a save, a lookup and a load work, which must be soon."""
     deadline_s = time.monotonic() + within_s
-    while node.save(chain(seed, 2, node.layout)).outcome is not TransferOutcome.OK:
+    while (
+        node.save(chain(seed, 2, node.layout)).outcome is not TransferOutcome.OK or node.lookup(chain(seed, 2, node.layout)) != 2
+    ):
         assert time.monotonic() < deadline_s, "the store is not used"
         time.sleep(0.02)
-    assert node.lookup(chain(seed, 2, node.layout)) == 2
     assert node.load(chain(seed, 2, node.layout)).num_blocks_ok == 2
 
 
