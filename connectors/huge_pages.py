@@ -13,10 +13,11 @@ import os
 import numpy as np
 import numpy.typing as npt
 
+from connectors.libc_memory import MAP_FIXED, advise_memory, map_memory
+
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _MADV_COLLAPSE = 25  # of Linux' mman.h; the mmap module has no name for it
-_MAP_FIXED = 0x10
-_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_NORESERVE = 0x4000  # of the address range, which the mmap module has a name for since Python 3.12
 
 
 def map_file(descriptor: int, num_bytes: int, *, is_writable: bool = False) -> npt.NDArray[np.uint8]:
@@ -25,7 +26,7 @@ def map_file(descriptor: int, num_bytes: int, *, is_writable: bool = False) -> n
     if not 0 < num_bytes <= found_bytes:
         raise OSError(f"a file in memory has {found_bytes} bytes, not {num_bytes}")
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     place = np.frombuffer(mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags, prot=protection), dtype=np.uint8)
     memory = place[-place.ctypes.data % HUGE_PAGE_BYTES :][:num_bytes]
     replace_mapping(memory.ctypes.data, num_bytes, descriptor, protection)
@@ -34,9 +35,7 @@ def map_file(descriptor: int, num_bytes: int, *, is_writable: bool = False) -> n
 
 def replace_mapping(address: int, num_bytes: int, descriptor: int, protection: int) -> None:
     """Map a file over memory that is mapped already, which becomes the file's. Raises OSError."""
-    libc = _libc()
-    flags = mmap.MAP_SHARED | _MAP_FIXED
-    if libc.mmap(address, num_bytes, protection, flags, descriptor, 0) == _MAP_FAILED:
+    if map_memory(address, num_bytes, protection, mmap.MAP_SHARED | MAP_FIXED, descriptor, 0) != address:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
@@ -47,12 +46,4 @@ def collapse(memory: npt.NDArray[np.uint8]) -> bool:
     address = memory.ctypes.data
     start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     num_bytes = (address + len(memory) - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    return num_bytes > 0 and _libc().madvise(start, num_bytes, _MADV_COLLAPSE) == 0
-
-
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return libc
+    return num_bytes > 0 and advise_memory(start, num_bytes, _MADV_COLLAPSE) == 0

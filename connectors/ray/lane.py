@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from connectors.ray.client import DirectoryConnection
 from connectors.ray.messages import ABSENT, LOCATED_BLOCK, Operation, StoreStatus, pack_chain, pack_names, pack_put
@@ -17,6 +18,7 @@ from connectors.stored_block import BlockCheck, check_block
 from core.kv.pool_memory import KVPoolMemory
 
 _RUN_BYTES = 1024 * 1024  # of a load, copied at once and then verified
+_RUNS_PER_JOB = 4  # a thread's share of a load
 _PUT_BYTES = 8 * 1024 * 1024  # of a save, asked for at once: whether it should stop is looked at between them
 _MAX_OUTSTANDING = 2  # of these, so that the directory need not wait for us
 
@@ -39,6 +41,18 @@ class SaveReport:
     stored: set[bytes] = field(default_factory=set)
     num_new: int = 0
     status: StoreStatus | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Blocks that are there: where, and what they should be."""
+
+    store: npt.NDArray[np.uint8]
+    places: Sequence[tuple[int, bytes]]  # offset and header
+    names: Sequence[bytes]
+    block_ids: Sequence[int]
+    should_stop: Callable[[], object]
+    checks: dict[int, BlockCheck]
 
 
 class RayLane:
@@ -70,10 +84,12 @@ class RayLane:
         places = list(LOCATED_BLOCK.iter_unpack(answer))
         num_placed = next((position for position, (offset, _) in enumerate(places) if offset == ABSENT), len(names))
         report = LoadReport(status, num_placed)
+        load = _Load(connection.store, places[:num_placed], names, block_ids, should_stop, report.checks)
+        runs = self._runs(load.places, block_ids)
         self._run_jobs(
             [
-                functools.partial(self._copy, connection, run, places, names, block_ids, should_stop, report.checks)
-                for run in self._runs(places[:num_placed], block_ids)
+                functools.partial(self._copy, load, runs[first : first + _RUNS_PER_JOB])
+                for first in range(0, len(runs), _RUNS_PER_JOB)
             ]
         )
         stream.begin()
@@ -99,29 +115,21 @@ class RayLane:
                 runs.append(range(position, position + 1))
         return runs
 
-    def _copy(
-        self,
-        connection: DirectoryConnection,
-        run: range,
-        places: Sequence[tuple[int, bytes]],
-        names: Sequence[bytes],
-        block_ids: Sequence[int],
-        should_stop: Callable[[], object],
-        checks: dict[int, BlockCheck],
-    ) -> None:
-        if should_stop():
-            return
-        layout, pool = self._layout, self._pool_bytes
-        offset, start = places[run.start][0], block_ids[run.start] * layout.block_stride_bytes
-        num_bytes = (len(run) - 1) * layout.block_stride_bytes + layout.block_bytes
-        if offset + num_bytes > len(connection.store):
-            checks.update(dict.fromkeys(run, BlockCheck.CORRUPT))
-            return
-        # Lets go of the GIL, unlike a slice of bytes.
-        np.copyto(pool[start : start + num_bytes], connection.store[offset : offset + num_bytes])
-        for position in run:
-            block = self._pool.block(block_ids[position])
-            checks[position] = check_block(places[position][1], block, layout.fingerprint, names[position])
+    def _copy(self, load: _Load, runs: Sequence[range]) -> None:
+        layout = self._layout
+        for run in runs:
+            if load.should_stop():
+                return
+            offset, start = load.places[run.start][0], load.block_ids[run.start] * layout.block_stride_bytes
+            num_bytes = (len(run) - 1) * layout.block_stride_bytes + layout.block_bytes
+            if offset + num_bytes > len(load.store):
+                load.checks.update(dict.fromkeys(run, BlockCheck.CORRUPT))
+                continue
+            # Lets go of the GIL, unlike a slice of bytes.
+            np.copyto(self._pool_bytes[start : start + num_bytes], load.store[offset : offset + num_bytes])
+            for position in run:
+                block = self._pool.block(load.block_ids[position])
+                load.checks[position] = check_block(load.places[position][1], block, layout.fingerprint, load.names[position])
 
     def save(
         self,

@@ -132,12 +132,13 @@ def bench(ray_node: RayNode) -> Iterator[Bench]:
 
 
 def wait_recovered(node: Node, seed: int = 900, within_s: float = PATIENCE_S) -> None:
-    """Until a save and a load work, which must be soon."""
+    """Until a save, a lookup and a load work, which must be soon."""
     deadline_s = time.monotonic() + within_s
-    while node.save(chain(seed, 2, node.layout)).outcome is not TransferOutcome.OK:
+    while (
+        node.save(chain(seed, 2, node.layout)).outcome is not TransferOutcome.OK or node.lookup(chain(seed, 2, node.layout)) != 2
+    ):
         assert time.monotonic() < deadline_s, "the store is not used"
         time.sleep(0.02)
-    assert node.lookup(chain(seed, 2, node.layout)) == 2
     assert node.load(chain(seed, 2, node.layout)).num_blocks_ok == 2
 
 
@@ -203,11 +204,12 @@ def test_many_lost_connections_in_a_row_cost_transfers_and_nothing_else(bench: B
 
 
 # -- a Ray that does not answer ---------------------------------------------------------------------------------------------
-def test_hung_raylet_costs_room_and_what_is_stored_is_still_loaded(bench: Bench) -> None:
+@pytest.mark.parametrize("part", ["raylet", "gcs_server"])
+def test_hung_part_of_ray_costs_room_at_most_and_what_is_stored_is_still_loaded(bench: Bench, part: str) -> None:
     node = bench.open_node(REAL_LAYOUT)
     hashes = chain(1, 8, REAL_LAYOUT)
     node.save(hashes)
-    bench.ray.pause("raylet")
+    bench.ray.pause(part)
     try:
         assert node.load(hashes).num_blocks_ok == 8
         saves = [node.start_save(chain(2 + number, 8, REAL_LAYOUT), first_block=8 + 8 * number) for number in range(4)]
@@ -216,7 +218,7 @@ def test_hung_raylet_costs_room_and_what_is_stored_is_still_loaded(bench: Bench)
         assert node.load(hashes).num_blocks_ok == 8
         assert node.lookup(chain(9, 8, REAL_LAYOUT), request_id="never stored") == 0
     finally:
-        bench.ray.resume("raylet")
+        bench.ray.resume(part)
     wait_recovered(node)
     assert node.load(hashes).num_blocks_ok == 8
 

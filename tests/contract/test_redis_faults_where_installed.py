@@ -84,12 +84,13 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def wait_recovered(node: Node, seed: int = 900) -> None:
-    """Until a save and a load work again, which must be soon."""
+    """Until a save, a lookup and a load work again, which must be soon."""
     deadline_s = time.monotonic() + RECOVERY_S
-    while node.save(chain(seed, 2, node.layout)).outcome is not TransferOutcome.OK:
+    while (
+        node.save(chain(seed, 2, node.layout)).outcome is not TransferOutcome.OK or node.lookup(chain(seed, 2, node.layout)) != 2
+    ):
         assert time.monotonic() < deadline_s, "the store is not used again"
         time.sleep(0.02)
-    assert node.lookup(chain(seed, 2, node.layout)) == 2
     assert node.load(chain(seed, 2, node.layout)).num_blocks_ok == 2
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from connectors.huge_pages import HUGE_PAGE_BYTES, collapse, map_file
 
+NAME = "kvrelay-test-huge-pages"
 NUM_BYTES = 2 * HUGE_PAGE_BYTES + 5000
 
 
 @pytest.fixture
 def descriptor() -> Iterator[int]:
-    descriptor = os.memfd_create("test")
+    descriptor = os.memfd_create(NAME)
     os.ftruncate(descriptor, NUM_BYTES)
     yield descriptor
     os.close(descriptor)
@@ -48,3 +51,16 @@ def test_huge_pages_file_that_is_too_small_is_refused(descriptor: int) -> None:
 
 def test_huge_pages_less_than_one_is_left_as_it_is(descriptor: int) -> None:
     assert not collapse(map_file(descriptor, NUM_BYTES, is_writable=True)[:5000])
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists() or tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 1),
+    reason="needs MADV_COLLAPSE",
+)
+def test_huge_pages_where_the_kernel_is_linux_6_1_or_newer_are_what_collapse_makes(descriptor: int) -> None:
+    memory = map_file(descriptor, NUM_BYTES, is_writable=True)
+    memory[::HUGE_PAGE_BYTES] = 1
+    collapse(memory)
+    (pages,) = [part for part in Path("/proc/self/smaps").read_text().split("VmFlags") if NAME in part]
+    found = re.search(r"ShmemPmdMapped:\s+(\d+) kB", pages)
+    assert found is not None and int(found[1]) * 1024 >= HUGE_PAGE_BYTES  # one may be missing when memory is in pieces
