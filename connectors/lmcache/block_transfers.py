@@ -58,6 +58,9 @@ class BlockTransfers:
 
         with contextlib.closing(objects.read_steps(list(positions_by_object))) as steps:
             for started in steps:
+                if not tried:  # while LMCache reads
+                    ancestors = self._chains.note_transfer(transfer.request_id, names[: len(found)])
+                    objects.directory.touch([*ancestors, *names[: len(found)]])
                 if stopped := self._workers.should_stop(transfer):
                     with objects.reading(started, lambda: True):
                         break
@@ -76,7 +79,6 @@ class BlockTransfers:
         is_corrupt = any(stored in damaged - unread for stored in found[num_ok : num_ok + 1])
         if damaged:  # would block their keys for good
             self._forget(objects, [stored.name for stored in damaged])
-        objects.directory.touch([*self._chains.note_transfer(transfer.request_id, names[:num_ok]), *names[:num_ok]])
         moved_bytes = num_ok * self._layout.block_bytes
         if num_ok == len(names):
             return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.OK, moved_bytes)
