@@ -1,4 +1,4 @@
-"""Calls of the C library on memory that the mmap module does not offer: mapping at a given address, and advice without the GIL."""
+"""Calls of the C library on memory that the mmap module does not offer: mapping at an address, and advice without the GIL."""
 
 from __future__ import annotations
 

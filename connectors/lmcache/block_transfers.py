@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ import xxhash
 from connectors.known_blocks import KnownBlocks
 from connectors.lmcache.object_directory import MAX_BLOCKS_PER_OBJECT, StoredObject
 from connectors.lmcache.object_store import Bytes, ObjectStore
+from connectors.lmcache.saves_in_flight import SavesInFlight
 from connectors.prefix_chains import PrefixChains
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, check_block, pack_block_header
 from connectors.transfer_workers import TransferWorkers
@@ -34,7 +34,7 @@ class BlockTransfers:
         self._layout = pool.layout
         self._pool_bytes = np.frombuffer(pool.buffer, dtype=np.uint8)
         self._fingerprint = pool.layout.fingerprint
-        self._save_mutex = threading.Lock()  # one at a time, so that no object is written twice at once
+        self._saves = SavesInFlight()
         self.num_evictions = 0
 
     def load(self, objects: ObjectStore, transfer: Transfer) -> TransferResult:
@@ -58,6 +58,9 @@ class BlockTransfers:
 
         with contextlib.closing(objects.read_steps(list(positions_by_object))) as steps:
             for started in steps:
+                if not tried:  # while LMCache reads
+                    ancestors = self._chains.note_transfer(transfer.request_id, names[: len(found)])
+                    objects.directory.touch([*ancestors, *names[: len(found)]])
                 if stopped := self._workers.should_stop(transfer):
                     with objects.reading(started, lambda: True):
                         break
@@ -76,7 +79,6 @@ class BlockTransfers:
         is_corrupt = any(stored in damaged - unread for stored in found[num_ok : num_ok + 1])
         if damaged:  # would block their keys for good
             self._forget(objects, [stored.name for stored in damaged])
-        objects.directory.touch([*self._chains.note_transfer(transfer.request_id, names[:num_ok]), *names[:num_ok]])
         moved_bytes = num_ok * self._layout.block_bytes
         if num_ok == len(names):
             return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.OK, moved_bytes)
@@ -113,7 +115,7 @@ class BlockTransfers:
 
     def save(self, objects: ObjectStore, transfer: Transfer) -> TransferResult:
         """A save's result; whatever LMCache raises is not caught."""
-        with self._save_mutex:
+        with self._saves.claim(transfer.block_hashes):  # so that no object is written twice at once
             return self._save(objects, transfer)
 
     def _save(self, objects: ObjectStore, transfer: Transfer) -> TransferResult:
@@ -123,27 +125,17 @@ class BlockTransfers:
         new = [position for position, name in enumerate(names) if directory.find(name) is None and name not in names[:position]]
         room = self._make_room(objects, len(new), [*ancestors, *names])
         num_moved, stopped = 0, None
-        for batch in objects.batches(_group(names, new[:room])):
-            if stopped := self._workers.should_stop(transfer):
-                break
-
-            def fill_one(stored: StoredObject, view: Bytes) -> None:
-                for number, name in enumerate(stored.block_hashes):
-                    payload = self._block(transfer.block_ids[names.index(name)])
-                    start = number * (BLOCK_HEADER_BYTES + len(payload))
-                    header = pack_block_header(self._fingerprint, name, payload.data)
-                    view[start : start + BLOCK_HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
-                    np.copyto(view[start + BLOCK_HEADER_BYTES : start + BLOCK_HEADER_BYTES + len(payload)], payload)
-
-            def fill(several: Sequence[tuple[StoredObject, Bytes]]) -> None:
-                self._workers.run_jobs([functools.partial(fill_one, *each) for each in several])
-
-            written = objects.write(batch, fill, lambda: self._workers.should_stop(transfer) is not None)
-            directory.add(stored.name for stored in written)
-            num_moved += sum(stored.num_blocks for stored in written)
-            if len(written) < len(batch):
-                stopped = self._workers.should_stop(transfer) or TransferOutcome.ERROR
-                break
+        try:
+            for batch in objects.batches(_group(names, new[:room])):
+                if stopped := self._workers.should_stop(transfer):
+                    break
+                written = self._write(objects, batch, transfer)
+                num_moved += written
+                if written < sum(stored.num_blocks for stored in batch):
+                    stopped = self._workers.should_stop(transfer) or TransferOutcome.ERROR
+                    break
+        finally:
+            self._saves.add_pending(num_moved - room)
         directory.touch([*ancestors, *names])
         present = [directory.find(name) is not None for name in names]
         self._known.add([name for name, is_there in zip(names, present, strict=True) if is_there], self._known.epoch)
@@ -154,15 +146,39 @@ class BlockTransfers:
         outcome = TransferOutcome.CANCELLED if stopped and self._workers.is_closing else stopped or TransferOutcome.MISS
         return TransferResult(transfer.transfer_id, num_ok, outcome, moved_bytes, "LMCache has not stored it")
 
+    def _write(self, objects: ObjectStore, batch: Sequence[StoredObject], transfer: Transfer) -> int:
+        """How many blocks are stored now."""
+        block_id_by_hash = dict(zip(transfer.block_hashes, transfer.block_ids, strict=True))
+
+        def fill_one(stored: StoredObject, view: Bytes) -> None:
+            for number, name in enumerate(stored.block_hashes):
+                payload = self._block(block_id_by_hash[name])
+                start = number * (BLOCK_HEADER_BYTES + len(payload))
+                header = pack_block_header(self._fingerprint, name, payload.data)
+                view[start : start + BLOCK_HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
+                np.copyto(view[start + BLOCK_HEADER_BYTES : start + BLOCK_HEADER_BYTES + len(payload)], payload)
+
+        def fill(several: Sequence[tuple[StoredObject, Bytes]]) -> None:
+            self._workers.run_jobs([functools.partial(fill_one, *each) for each in several])
+
+        written = objects.write(batch, fill, lambda: self._workers.should_stop(transfer) is not None)
+        objects.directory.add(stored.name for stored in written)
+        num_blocks = sum(stored.num_blocks for stored in written)
+        self._saves.add_pending(-num_blocks)
+        return num_blocks
+
     def _make_room(self, objects: ObjectStore, num_blocks: int, spared: Sequence[bytes]) -> int:
-        """Evict what was used longest ago; for how many of the blocks there is room now."""
-        capacity = objects.capacity_bytes // objects.unit_bytes
-        excess = objects.directory.num_blocks + num_blocks - capacity
-        if excess > 0:
-            names = objects.directory.pick_oldest(excess, spared)
-            self._forget(objects, names)
-            self.num_evictions += sum(StoredObject(name).num_blocks for name in names)
-        return max(0, min(num_blocks, capacity - objects.directory.num_blocks))
+        """Evict what was used longest ago; for how many of the blocks there is room now, which is then theirs."""
+        saves, capacity = self._saves, objects.capacity_bytes // objects.unit_bytes
+        with saves.making_room:
+            excess = objects.directory.num_blocks + saves.num_pending + num_blocks - capacity
+            if excess > 0:
+                names = objects.directory.pick_oldest(excess, spared)
+                self._forget(objects, names)
+                self.num_evictions += sum(StoredObject(name).num_blocks for name in names)
+            room = max(0, min(num_blocks, capacity - objects.directory.num_blocks - saves.num_pending))
+            saves.add_pending(room)
+        return room
 
     def _forget(self, objects: ObjectStore, names: Sequence[bytes]) -> None:
         objects.delete(names)

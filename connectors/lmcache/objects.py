@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _WAIT_S = 0.02  # between looks at whether to stop
 _UNLOCK_TIMEOUT_S = 0.5  # for LMCache to let go of what it has just written to a file
-_OBJECTS_PER_WRITE_STEP = 4  # filled at a time
+_BYTES_PER_WRITE_STEP = 9 * 1024 * 1024  # filled at a time
 _BYTES_PER_READ_STEP = (
     32 * 1024 * 1024
 )  # each request costs LMCache a millisecond of CPU, and each size of objects is one of its own
@@ -101,7 +101,7 @@ class LMCacheObjects(ObjectStore):
         """Begin to read all of these in small parts, one part ahead of what is taken; see reading(), which ends each."""
         ahead: Reading | None = None
         try:
-            for step in self._read_batches(objects):
+            for step in self._parts(objects, self._read_step_bytes):
                 current, ahead = ahead, self._start_reading(step)
                 if current is not None:
                     yield current
@@ -113,15 +113,16 @@ class LMCacheObjects(ObjectStore):
                 with self._mutex:
                     self._late_reads += ahead.handles
 
-    def _read_batches(self, objects: Sequence[StoredObject]) -> Iterator[Sequence[StoredObject]]:
-        batch: list[StoredObject] = []
+    def _parts(self, objects: Sequence[StoredObject], max_bytes: int) -> Iterator[Sequence[StoredObject]]:
+        """Of so many bytes each, if more than one object."""
+        part: list[StoredObject] = []
         for stored in objects:
-            if batch and sum(map(self._memory_of, batch)) + self._memory_of(stored) > self._read_step_bytes:
-                yield batch
-                batch = []
-            batch.append(stored)
-        if batch:
-            yield batch
+            if part and sum(map(self._memory_of, part)) + self._memory_of(stored) > max_bytes:
+                yield part
+                part = []
+            part.append(stored)
+        if part:
+            yield part
 
     def _start_reading(self, batch: Sequence[StoredObject]) -> Reading:
         with self._mutex:
@@ -154,11 +155,9 @@ class LMCacheObjects(ObjectStore):
             reserved.update(self._manager.reserve_write(wanted, self._layouts[number]))
         names = {key.chunk_hash for key in reserved}
         self._stored.expect(names)
-        waiting = list(reserved)
-        for start in range(0, len(waiting), _OBJECTS_PER_WRITE_STEP):  # LMCache writes these while the next are filled
-            step = waiting[start : start + _OBJECTS_PER_WRITE_STEP]
-            fill([(keys[key], _bytes_of(reserved[key])) for key in step])
-            self._manager.finish_write(step)
+        for step in self._parts([keys[key] for key in reserved], _BYTES_PER_WRITE_STEP):
+            fill([(stored, _bytes_of(reserved[_key(stored.name)])) for stored in step])
+            self._manager.finish_write([_key(stored.name) for stored in step])  # LMCache writes these while the next are filled
         deadline_s = time.monotonic() + self._op_timeout_s
         while not (arrived := self._stored.wait(names, deadline_s, should_stop)) >= names:
             # LMCache says nothing of a failed write, nor of the good ones of the same call; or another process was faster.

@@ -12,7 +12,6 @@ import hashlib
 import http.client
 import itertools
 import json
-import mmap
 import socket
 import struct
 import threading
@@ -28,6 +27,7 @@ from connectors.lmcache.library import TokenHasher, api, connect, custom_types
 from connectors.lmcache.object_directory import StoredObject
 from connectors.lmcache.object_store import Bytes
 from connectors.lmcache.server_index import SHARED_MEMORY
+from connectors.slots.bus_guard import GuardedMapping
 
 _TOKENS_PER_NAME = 4  # 128 bits of a digest
 _WAIT_S = 0.02  # between looks at whether to stop
@@ -59,7 +59,11 @@ class ServerLink:
         self._reach(address)
         self._context = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)
-        self._client = connect(address, self._context)
+        try:
+            self._client = connect(address, self._context)
+        except Exception as error:  # whatever LMCache raises: it promises nothing
+            self._context.destroy(linger=0)
+            raise ServerLostError(f"LMCache's client of {address}: {error!r}") from error
         try:
             self._open_pool()
             self._read_settings()
@@ -83,7 +87,8 @@ class ServerLink:
         self._path = SHARED_MEMORY / response.shm_name.lstrip("/")
         try:
             with self._path.open("r+b") as file:
-                self._pool = np.frombuffer(mmap.mmap(file.fileno(), self.pool_bytes), dtype=np.uint8)
+                self._mapping = GuardedMapping(file.fileno(), self.pool_bytes)  # the system may have no memory for its pages
+            self._pool = np.frombuffer(self._mapping.view, dtype=np.uint8)
             self.inode = self._path.stat().st_ino
         except (OSError, ValueError) as error:
             raise ServerLostError(f"the server's memory {self._path} cannot be opened: {error}") from error
@@ -99,7 +104,7 @@ class ServerLink:
     def is_current(self) -> bool:
         """Whether the memory that is mapped is still the server's; a server that was started anew has other memory."""
         try:
-            return not self.is_lost and self._path.stat().st_ino == self.inode
+            return not self.is_lost and not self._mapping.has_lost_pages and self._path.stat().st_ino == self.inode
         except OSError:
             return False
 

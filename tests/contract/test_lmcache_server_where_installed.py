@@ -6,6 +6,7 @@ import contextlib
 import gc
 import hashlib
 import importlib.util
+import os
 import threading
 import time
 from collections import Counter
@@ -199,7 +200,7 @@ def test_server_killed_and_restarted_empty_costs_misses_and_is_used_again(bench:
     bench.server.kill()
     assert_only_misses(node, 1)
     bench.server.start()
-    wait_until(lambda: node.load(chain(1, 8)).outcome is TransferOutcome.MISS)  # what was there is not believed in any longer
+    assert node.load(chain(1, 8)).num_blocks_ok == 0
     wait_recovered(node, 1)
     assert node.lookup(chain(1, 8)) == 8
 
@@ -211,6 +212,17 @@ def test_server_killed_in_the_middle_of_transfers_ends_each_with_one_result(benc
     transfers += [node.start_load(chain(0, 12), first_block=40)]
     bench.server.kill()
     node.results(transfers)  # compares what was loaded
+    bench.server.start()
+    wait_recovered(node, 1)
+
+
+def test_memory_of_the_server_that_is_cut_under_a_node_ends_nobody(bench: Bench) -> None:
+    node = bench.open_node()
+    assert node.save(chain(1, 8)).outcome is TransferOutcome.OK
+    os.truncate(node.connector._objects._link._path, 0)  # type: ignore[attr-defined]
+    assert node.load(chain(1, 8)).num_blocks_ok == 0
+    node.save(chain(2, 8))
+    bench.server.kill()
     bench.server.start()
     wait_recovered(node, 1)
 

@@ -54,7 +54,8 @@ def test_huge_pages_less_than_one_is_left_as_it_is(descriptor: int) -> None:
 
 
 @pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists() or tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 1),
+    not Path("/sys/kernel/mm/transparent_hugepage").exists()
+    or tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 1),
     reason="needs MADV_COLLAPSE",
 )
 def test_huge_pages_where_the_kernel_is_linux_6_1_or_newer_are_what_collapse_makes(descriptor: int) -> None:
