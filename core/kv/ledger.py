@@ -26,6 +26,8 @@ from core.stats import EngineStats
 
 _logger = logging.getLogger(__name__)
 _FAULTS = (TransferOutcome.ERROR, TransferOutcome.TIMEOUT)
+_MAX_POOL_SHARE = 4  # loads pin one in so many blocks of the pool at most, and so do saves: a store may never let go of them
+_MIN_PATIENCE_S = 0.5  # a store that is well may take this long on a busy machine, however short the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +71,14 @@ class TransferLedger:
         self._stats = stats
         self._block_size = block_size
         self._block_bytes = block_bytes
-        self._timeout_s = {TransferDirection.LOAD: load_timeout_s, TransferDirection.SAVE: save_timeout_s}
+        self._load_timeout_s, self._save_timeout_s = load_timeout_s, save_timeout_s
         self._always_load = always_load
         self._breaker = CircuitBreaker()
         self._entry_by_id: dict[int, _Entry] = {}
         self._transfer_id_by_loading_hash: dict[bytes, int] = {}
         self._num_saves_by_request: dict[str, int] = {}
         self._num_bytes_loading = 0
+        self._num_pins_by_direction = dict.fromkeys(TransferDirection, 0)
         self._next_transfer_id = 1
         self._is_closed = False
         self.cost = LoadOrRecompute()
@@ -132,6 +135,19 @@ class TransferLedger:
         _count(self._stats.load_or_recompute, f"{'load' if choice else 'recompute'}.{reason}")
         return choice
 
+    def has_room(self, direction: TransferDirection, num_blocks: int) -> bool:
+        """Whether a transfer that pins so many blocks leaves enough of the pool to others, should the store never let go of them.
+        The only one of its direction may pin what it likes."""
+        num_pinned = self._num_pins_by_direction[direction]
+        return not num_pinned or num_pinned + num_blocks <= self._pool.num_blocks // _MAX_POOL_SHARE
+
+    def patience_s(self, num_tokens: int) -> float:
+        """How long a request should wait for the store at most, instead of computing so many tokens: as long as that takes, so
+        that a store that hangs costs no more than a few times the computing. Infinite while nothing is known of it, or where
+        loading is wanted in any case; then the configured timeouts are all that bounds it."""
+        recompute_s = None if self._always_load else self.cost.recompute_s(num_tokens)
+        return float("inf") if recompute_s is None else max(_MIN_PATIENCE_S, recompute_s)
+
     # -- starting ------------------------------------------------------------------------------------------------------
     def start_load(
         self, request_id: str, block_ids: Sequence[int], block_hashes: Sequence[bytes], held_block_ids: Sequence[int]
@@ -143,7 +159,8 @@ class TransferLedger:
         """
         self._pool.add_references(held_block_ids)
         pins = [*held_block_ids, *block_ids]
-        transfer_id = self._start(TransferDirection.LOAD, request_id, block_ids, block_hashes, pins)
+        timeout_s = min(self._load_timeout_s, self.patience_s(len(block_ids) * self._block_size))
+        transfer_id = self._start(TransferDirection.LOAD, request_id, block_ids, block_hashes, pins, timeout_s)
         if transfer_id is not None:
             self._num_bytes_loading += len(block_ids) * self._block_bytes
             for block_hash in block_hashes:
@@ -153,15 +170,19 @@ class TransferLedger:
     def start_save(
         self, request_id: str, block_ids: Sequence[int], block_hashes: Sequence[bytes], *, is_awaited: bool = True
     ) -> int | None:
-        """Store blocks, pinned until the connector has read them. None: there is no store, or it is not to be asked now.
+        """Store blocks, pinned until the connector has read them. None: there is no store, it is not to be asked now, or it is so
+        far behind that its saves pin too much of the pool.
 
         is_awaited: the request's handoff is complete only when this has ended.
         """
         if self._connector is None or not self._breaker.allows(self._clock.now_s()):
             return None
+        if not self.has_room(TransferDirection.SAVE, len(block_ids)):
+            _count(self._stats.transfer_blocks, "save.declined", len(block_ids))
+            return None
         self._pool.add_references(block_ids)
         transfer_id = self._start(
-            TransferDirection.SAVE, request_id, block_ids, block_hashes, list(block_ids), is_awaited=is_awaited
+            TransferDirection.SAVE, request_id, block_ids, block_hashes, list(block_ids), self._save_timeout_s, is_awaited
         )
         if transfer_id is not None and is_awaited:
             self._num_saves_by_request[request_id] = self._num_saves_by_request.get(request_id, 0) + 1
@@ -174,6 +195,7 @@ class TransferLedger:
         block_ids: Sequence[int],
         block_hashes: Sequence[bytes],
         pins: list[int],
+        timeout_s: float,
         is_awaited: bool = False,
     ) -> int | None:
         assert self._connector is not None and len(block_ids) == len(block_hashes)
@@ -184,7 +206,7 @@ class TransferLedger:
             request_id=request_id,
             block_ids=tuple(block_ids),
             block_hashes=tuple(block_hashes),
-            deadline_s=now_s + self._timeout_s[direction],
+            deadline_s=now_s + timeout_s,
         )
         self._next_transfer_id += 1
         try:
@@ -197,6 +219,7 @@ class TransferLedger:
             self._pool.release_references(reversed(pins))
             return None
         self._entry_by_id[transfer.transfer_id] = _Entry(transfer, pins, now_s, is_awaited)
+        self._num_pins_by_direction[direction] += len(pins)
         return transfer.transfer_id
 
     # -- ending --------------------------------------------------------------------------------------------------------
@@ -247,6 +270,7 @@ class TransferLedger:
             _logger.warning("ignored a result for unknown transfer %d (%s)", result.transfer_id, result.outcome.value)
             return None
         transfer = entry.transfer
+        self._num_pins_by_direction[transfer.direction] -= len(entry.pinned_block_ids)
         _count(self._stats.transfer_bytes, transfer.direction.value, result.moved_bytes)
         end = None
         if not entry.is_reported:

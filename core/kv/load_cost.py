@@ -59,6 +59,10 @@ class LoadOrRecompute:
         """A step that computed num_tokens prompt tokens took `seconds`."""
         self._recompute.observe(num_tokens, seconds)
 
+    def recompute_s(self, num_tokens: int) -> float | None:
+        """Predicted seconds of computing num_tokens prompt tokens; None before the first observation."""
+        return self._recompute.predict_s(num_tokens)
+
     def should_load(self, num_tokens: int, num_bytes: int, num_bytes_ahead: int) -> tuple[bool, str]:
         """Whether to load, and the reason in a word: unmeasured, faster, probe or slower.
 

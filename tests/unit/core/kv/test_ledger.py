@@ -16,9 +16,9 @@ TIMEOUT_S = 10.0
 class LedgerBench:
     """A ledger over a connector whose completions the test controls; blocks 0 to 3 are in use by a request."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, always_load: bool = False, num_blocks: int = 64) -> None:
         self.connector = MemoryConnector(is_immediate=False)
-        self.pool = BlockPool(16)
+        self.pool = BlockPool(num_blocks)
         self.clock = VirtualClock()
         self.stats = EngineStats()
         self.ledger = TransferLedger(
@@ -30,6 +30,7 @@ class LedgerBench:
             block_bytes=1024,
             load_timeout_s=TIMEOUT_S,
             save_timeout_s=TIMEOUT_S,
+            always_load=always_load,
         )
         blocks = self.pool.try_allocate(4)
         assert blocks is not None
@@ -112,3 +113,37 @@ def test_ledger_closed_while_a_load_wants_a_save_starts_none() -> None:
     bench.ledger.close()
     assert bench.connector.pending == {}
     assert bench.ledger.num_pins == bench.pool.num_references() == 0
+
+
+def test_ledger_load_is_given_up_when_computing_would_have_been_done_by_then() -> None:
+    bench = LedgerBench()
+    assert bench.ledger.patience_s(16) == float("inf"), "nothing is known of computing yet"
+    bench.ledger.cost.observe_prefill(16, 2.0)
+    bench.load()
+    bench.clock.advance(1.9)
+    assert bench.ledger.poll() == []
+    bench.clock.advance(0.1)
+    (end,) = bench.ledger.poll()
+    assert (end.num_blocks_ok, end.outcome) == (0, TransferOutcome.TIMEOUT)
+    assert bench.ledger.patience_s(1) == 0.5, "a store that is well may be a little late, however short the prompt"
+
+
+def test_ledger_load_that_is_wanted_in_any_case_has_all_its_time() -> None:
+    bench = LedgerBench(always_load=True)
+    bench.ledger.cost.observe_prefill(16, 2.0)
+    bench.load()
+    bench.clock.advance(TIMEOUT_S - 0.1)
+    assert bench.ledger.poll() == []
+
+
+def test_ledger_saves_that_never_end_pin_a_quarter_of_the_pool_at_most() -> None:
+    bench = LedgerBench(num_blocks=32)
+    for _ in range(2):
+        bench.save()
+    assert bench.ledger.start_save("request", bench.block_ids, HASHES) is None
+    assert bench.ledger.num_pins == 8
+    assert bench.stats.transfer_blocks == {"save.declined": 4}
+    assert bench.ledger.has_room(TransferDirection.LOAD, 32), "nothing is being loaded"
+    bench.end(1, 4, TransferOutcome.OK)
+    bench.ledger.poll()
+    assert bench.save()
