@@ -20,6 +20,11 @@ _PIPELINE_BYTES = 256 * 1024  # small blocks: so many bytes under way on one con
 _MAX_PIPELINE = 16
 _MAX_CODING_BYTES = 4096  # of an encoded or encrypted block beyond the block's own
 _FULL = ("OOM",)
+_UNWRITABLE = (
+    "READONLY",
+    "MISCONF",
+    "NOPERM",
+)  # a replica, a disk that cannot be written, a user who may not: it is read all the same
 
 
 @dataclass(slots=True)
@@ -50,11 +55,19 @@ class RedisLane:
             self._streams.pop().close()
 
     def touch(self, block_hashes: Sequence[bytes], expiries_ms: Sequence[int]) -> list[bool]:
-        """Move the blocks' expiry; which of them are stored. Raises OSError, ConnectorError or RespError."""
+        """Move the blocks' expiry, if the server may be written; which of them are stored. Raises OSError, ConnectorError or
+        RespError."""
         (stream,) = self._open(1)
         num_parts = self._values.num_parts
         commands = [self._values.expire(name, moment) for name, moment in zip(block_hashes, expiries_ms, strict=True)]
-        digits = stream.exchange_digits(b"".join(commands), num_parts * len(commands))
+        try:
+            digits = stream.exchange_digits(b"".join(commands), num_parts * len(commands))
+        except RespError as refusal:
+            if refusal.word not in _UNWRITABLE:
+                raise
+            commands = [self._values.exists(name) for name in block_hashes]
+            counts = stream.exchange_digits(b"".join(commands), len(commands))
+            return [count == b"%d" % num_parts for count in (counts[index : index + 1] for index in range(len(commands)))]
         return [b"0" not in digits[start : start + num_parts] for start in range(0, len(digits), num_parts)]
 
     def touch_and_look(

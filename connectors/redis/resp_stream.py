@@ -93,7 +93,8 @@ class RespStream:
         return [self._read_reply() for _ in range(num_replies)]
 
     def exchange_digits(self, commands: bytes, num_replies: int) -> bytes:
-        """The same for commands that answer with one digit each, such as EXISTS: the digits. Raises RespError for a refusal."""
+        """The same for commands that answer with one digit each, such as EXISTS: the digits. Raises RespError for a refusal,
+        when all replies are read."""
         self.send([commands])
         received, deadline_s = self._take_ahead(), time.monotonic() + self._timeout_s
         while len(received) < 4 * num_replies and b"-" not in received:  # a reply is a colon, a digit, CR, LF
@@ -103,8 +104,8 @@ class RespStream:
         if len(received) == 4 * num_replies and received[0::4].count(b":") == num_replies:
             return received[1::4]
         self._ahead = received
-        for _ in range(num_replies):
-            reply = self._read_reply()
+        replies = [self._read_reply() for _ in range(num_replies)]
+        for reply in replies:
             if isinstance(reply, RespError):
                 raise reply
         raise ConnectionError("a reply is not the digit that was expected")

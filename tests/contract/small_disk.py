@@ -26,6 +26,15 @@ def mounted_tmpfs(directory: Path, num_bytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
+def fill_up(directory: Path) -> Path:
+    """Leave no byte of this file system to anybody; the file that holds them all, to be removed."""
+    filler = directory / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(65536)):
+            pass
+    return filler
+
+
 _EXT4_IOC_SHUTDOWN = 0x8004587D
 _NO_LOG_FLUSH = 2
 

@@ -1,4 +1,4 @@
-"""An engine of the fake model that takes its time, on the real clock, over a real connector: what a store's fault costs a request."""
+"""An engine of the fake model that takes its time, on the real clock, over a real connector: what a fault of the store costs."""
 
 from __future__ import annotations
 
