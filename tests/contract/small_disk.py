@@ -62,6 +62,10 @@ class Ext4Disk:
         """Take it from its directory, at once."""
         subprocess.run(["umount", "--lazy", str(self.path)], check=True)
 
+    def remount(self, mode: str) -> None:
+        """ "ro" or "rw", for new writers; refused while somebody has a file open for writing."""
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(self.path)], check=True)
+
     def cut_power(self) -> None:
         """Whatever the disk does not hold yet is lost; every access fails from now on."""
         descriptor = os.open(self.path, os.O_RDONLY)

@@ -147,6 +147,32 @@ def test_tier_killed_in_the_middle_costs_its_own_blocks(bench: Bench) -> None:
     bench.check_recovers()
 
 
+def test_tier_that_wants_a_password_is_skipped_and_used_once_it_does_not(bench: Bench) -> None:
+    bench.open_filled()
+    bench.server.save_to_disk()
+    bench.server.kill()
+    bench.server.password = "secret"
+    bench.server.start()
+    bench.check_fast_tier_serves()
+    wait_until(lambda: not bench.node.stats().tiers[1].is_reachable)
+    with bench.server.client() as client:
+        client.config_set("requirepass", "")
+    bench.check_recovers()
+    assert bench.node.load(IN_REDIS).num_blocks_ok == 8  # it was restarted with all that it had
+
+
+def test_tier_that_loses_its_connections_a_hundred_times_costs_its_own_blocks(bench: Bench) -> None:
+    node = bench.open_filled()
+    num_cut = 0
+    while num_cut < 100:
+        load = node.start_load([*IN_BOTH, *IN_REDIS])
+        num_cut += bench.proxy.cut()
+        (result,) = node.results([load])
+        assert result.num_blocks_ok >= 8 and result.outcome in (TransferOutcome.OK, TransferOutcome.MISS)
+    bench.check_fast_tier_serves()
+    bench.check_recovers()
+
+
 def test_tier_that_is_stopped_delays_only_what_it_had_begun(bench: Bench) -> None:
     node = bench.open_filled()
     bench.server.pause()
