@@ -67,6 +67,7 @@ def wait_used(node: Node, seed: int) -> None:
     started_s = time.monotonic()
     wait_until(lambda: node.save(chain(seed, 8)).outcome is TransferOutcome.OK)
     assert node.load(chain(seed, 8)).num_blocks_ok == 8
+    print(f"used after {time.monotonic() - started_s:.2f} s")
     assert time.monotonic() - started_s < 5.0  # what is promised; it takes one, the pause between tries to open a store
 
 

@@ -88,12 +88,14 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def wait_recovered(node: Node, seed: int = 900) -> None:
     """Until a save and a load work again, which must be soon."""
-    deadline_s = time.monotonic() + RECOVERY_S
+    started_s = time.monotonic()
+    deadline_s = started_s + RECOVERY_S
     while node.save(chain(seed, 2, node.layout)).outcome is not TransferOutcome.OK:
         assert time.monotonic() < deadline_s, "the store is not used again"
         time.sleep(0.02)
     assert node.lookup(chain(seed, 2, node.layout)) == 2
     assert node.load(chain(seed, 2, node.layout)).num_blocks_ok == 2
+    print(f"used after {time.monotonic() - started_s:.2f} s")
 
 
 def ask(node: Node, request_id: str, hashes: list[bytes]) -> int | None:

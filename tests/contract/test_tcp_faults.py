@@ -64,11 +64,13 @@ def bench() -> Iterator[TcpBench]:
 def wait_used(node: Node, source: Peer, seed: int) -> None:
     """Until blocks that this source saves now are loaded from it, which must be soon."""
     assert source.ask("save", seed=seed, num_blocks=4) == [4, "ok"]
-    deadline_s = time.monotonic() + RECOVERY_S
+    started_s = time.monotonic()
+    deadline_s = started_s + RECOVERY_S
     while node.load(chain(seed, 4), f"used {time.monotonic()}").num_blocks_ok < 4:
         assert time.monotonic() < deadline_s, "the source is not used again"
         time.sleep(0.02)
     assert node.lookup(chain(seed, 4), request_id=f"used {seed}") == 4
+    print(f"used after {time.monotonic() - started_s:.2f} s")
 
 
 def assert_pool_is_left_alone(node: Node, meanwhile: Callable[[], object]) -> None:

@@ -37,6 +37,7 @@ class RayNode:
         self._is_head = not head
         self._object_store_bytes = object_store_bytes
         self._process: subprocess.Popen[bytes] | None = None
+        self.environment: dict[str, str] = {}  # of the next start, over what is set anyway
         try:
             self.start()
         except BaseException:
@@ -57,6 +58,7 @@ class RayNode:
             command += ["--temp-dir", str(self.folder), "--include-dashboard", "false", "--no-monitor"]
         command += ["--include-log-monitor", "false"]
         environment = os.environ | {"HOME": str(self.folder), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+        environment |= self.environment
         log_path = self.folder / "start.log"
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
