@@ -7,6 +7,7 @@ wait is bounded: what LMCache has not done in time is a miss. Nothing of LMCache
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import logging
@@ -38,6 +39,7 @@ from core.kv.connector import (
     TransferOutcome,
     TransferResult,
 )
+from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ logger = logging.getLogger(__name__)
 _MAX_KNOWN_BLOCKS = 1_000_000
 _REFRESH_PAUSE_S = 0.05  # how old what a lookup believes may get
 _CLOSE_TIMEOUT_S = 10.0
+_REOPEN_PAUSE_S = 1.0
+_PASSING_FAULTS = (errno.EROFS, errno.EIO, errno.ENOSPC, errno.EDQUOT)  # of a disk; others are of the configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,8 @@ class LMCacheConnector(QueuedConnector):
         self._questions: deque[tuple[str, Sequence[bytes], int]] = deque()
         self._looked_at_s = float("-inf")
         self._objects: LMCacheObjects | None = None
+        self._open_mutex = threading.Lock()  # of the one above until it is there, and the one below
+        self._open_at_s = clock.now_s()
         self._close_mutex = threading.Lock()
         self._save_mutex = threading.Lock()  # one at a time, so that no object is written twice at once
         self._mutex = threading.Lock()  # of the two below
@@ -95,6 +101,9 @@ class LMCacheConnector(QueuedConnector):
     def get_num_new_matched_tokens(self, lookup: PrefixLookup, num_computed_tokens: int) -> int | None:
         """As the interface says, from what is known of the folder."""
         if self._is_closed or lookup.block_size != self._layout.block_size:
+            return 0
+        if self._objects is None:
+            self._workers.request_background()
             return 0
         request_id, block_hashes = lookup.request_id, lookup.block_hashes
         self._chains.note_lookup(request_id, block_hashes)
@@ -109,26 +118,40 @@ class LMCacheConnector(QueuedConnector):
 
     # -- worker half ---------------------------------------------------------------------------------------------------
     def register_kv_cache(self, pool: KVPoolMemory) -> None:
-        """Start LMCache and the threads. Raises ConnectorError where it cannot be started."""
+        """Start LMCache and the threads. Raises ConnectorError where it cannot be started; a disk that fails is tried later."""
         self._pool, self._layout = pool, pool.layout
         self._pool_bytes = np.frombuffer(pool.buffer, dtype=np.uint8)
         self._fingerprint = pool.layout.fingerprint
         try:
-            options = self._options
-            self._objects = LMCacheObjects(
-                options.path,
-                pool.layout,
-                options.memory_bytes,
-                options.cache_in_memory,
-                options.op_timeout_s,
-                options.num_threads,
-            )
+            self._objects = self._open_objects(pool.layout)
         except ConfigError:
             raise
         except Exception as error:  # whatever LMCache raises: it promises nothing
-            raise ConnectorError(f"LMCache cannot be started on {self._options.path}: {error!r}") from error
+            if not isinstance(error, TimeoutError) and getattr(error, "errno", None) not in _PASSING_FAULTS:
+                raise ConnectorError(f"LMCache cannot be started on {self._options.path}: {error!r}") from error
+            logger.error("LMCache cannot be started on %s and is tried again later: %s", self._options.path, str(error))
+            self._num_errors += 1
         self._workers.start_threads(self._options.num_threads, "kv-lmcache")
         self._workers.request_background()
+
+    def _open_objects(self, layout: KVLayout) -> LMCacheObjects:
+        options = self._options
+        return LMCacheObjects(
+            options.path, layout, options.memory_bytes, options.cache_in_memory, options.op_timeout_s, options.num_threads
+        )
+
+    def _opened(self) -> LMCacheObjects | None:
+        """The objects; opened now, if they could not be at the start. Worker threads."""
+        if self._objects is not None or self._is_closed:
+            return self._objects
+        with self._open_mutex:
+            if self._objects is None and self._clock.now_s() >= self._open_at_s:
+                try:
+                    self._objects = self._open_objects(self._layout)
+                except Exception as error:  # whatever LMCache raises: it promises nothing
+                    self._open_at_s = self._clock.now_s() + _REOPEN_PAUSE_S
+                    logger.warning("LMCache still cannot be started: %s", str(error))
+            return self._objects
 
     def close(self) -> None:
         """As the interface says. LMCache ends on a thread of its own, which is left behind if it hangs."""
@@ -158,7 +181,7 @@ class LMCacheConnector(QueuedConnector):
     # -- worker threads ------------------------------------------------------------------------------------------------
     def _look_around(self) -> bool:
         """Bring what is known up to date, then answer questions that were asked before."""
-        objects = self._objects
+        objects = self._opened()
         if objects is None:
             return False
         questions = [self._questions.popleft() for _ in range(len(self._questions))]
@@ -189,12 +212,13 @@ class LMCacheConnector(QueuedConnector):
             logger.warning("the folder of the lmcache store is gone; it is made anew")
 
     def _execute(self, transfer: Transfer) -> TransferResult:
-        objects = self._objects
+        objects = self._opened()
         refused = refuse_bad_ids(transfer, self._pool.num_blocks)
         if refused is not None:
             result = refused
         elif objects is None:
-            result = failed(transfer, TransferOutcome.CANCELLED, "the connector is closed")
+            outcome = TransferOutcome.CANCELLED if self._is_closed else TransferOutcome.ERROR
+            result = failed(transfer, outcome, "the connector is closed, or could not be opened yet")
         else:
             try:
                 self._learn(objects)
