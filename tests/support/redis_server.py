@@ -109,11 +109,11 @@ class RedisProcess:
 
 
 def make_certificate(folder: Path) -> tuple[str, str]:
-    """A self-signed certificate for 127.0.0.1 and its key, made once in a folder; their paths."""
+    """A self-signed certificate for addresses of this host that tests use, and its key, made once in a folder; their paths."""
     certificate, key = folder / "server.crt", folder / "server.key"
     if not certificate.exists():
         command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
-        command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+        command += ["-addext", "subjectAltName=IP:127.0.0.1,IP:127.0.0.2", "-keyout", str(key), "-out", str(certificate)]
         subprocess.run(command, check=True, capture_output=True)
     return str(certificate), str(key)
 

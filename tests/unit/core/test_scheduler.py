@@ -454,6 +454,20 @@ class TestExternalHits:
         assert bench.tokens["r"] == oracle_tokens(prompt, 1)
         assert bench.num_cached_tokens["r"] == 0
 
+    def test_lookup_is_not_waited_for_longer_than_computing_takes(self) -> None:
+        connector = MemoryConnector(self._store_with(unique_prompt(1, 40)))
+        connector.is_lookup_known = False
+        bench = EngineBench(num_blocks=20, block_size=16, connector=connector, lookup_timeout_s=60.0)
+        bench.engine._ledger.cost.observe_prefill(40, 2.0)
+        bench.add("r", unique_prompt(1, 40), max_tokens=1)
+        bench.step()
+        bench.clock.advance(1.9)
+        bench.step()
+        assert bench.engine.stats.num_waiting == 1
+        bench.clock.advance(0.1)
+        bench.step()
+        assert bench.tokens["r"] == oracle_tokens(unique_prompt(1, 40), 1)
+
     def test_prefill_stage_samples_one_token_and_reports_done_after_saves(self) -> None:
         connector = MemoryConnector(is_immediate=False)
         bench = EngineBench(num_blocks=20, block_size=16, connector=connector, max_num_batched_tokens=32)
