@@ -22,11 +22,12 @@ from core.kv.connector import (
     TransferResult,
 )
 from core.kv.load_cost import LoadOrRecompute
+from core.kv.pin_budget import PinBudget
 from core.stats import EngineStats
 
 _logger = logging.getLogger(__name__)
 _FAULTS = (TransferOutcome.ERROR, TransferOutcome.TIMEOUT)
-_MAX_POOL_SHARE = 4  # loads pin one in so many blocks of the pool at most, and so do saves: a store may never let go of them
+_UNFINISHED = 2.0  # a load of which nothing came in its time would have taken longer; how much longer, nobody knows
 _MIN_PATIENCE_S = 0.5  # a store that is well may take this long on a busy machine, however short the prompt
 
 
@@ -47,6 +48,12 @@ class _Entry:
     is_awaited: bool  # a save that a handoff waits for
     is_reported: bool = False  # its outcome is told; what is left are pins, until the connector lets go of the memory
     is_overdue: bool = False  # its deadline passed before that
+    is_silent: bool = False  # and as much time again: its store is not slow, it hangs
+
+    @property
+    def allowance_s(self) -> float:
+        """The time it was given."""
+        return self.transfer.deadline_s - self.started_s
 
 
 class TransferLedger:
@@ -78,7 +85,7 @@ class TransferLedger:
         self._transfer_id_by_loading_hash: dict[bytes, int] = {}
         self._num_saves_by_request: dict[str, int] = {}
         self._num_bytes_loading = 0
-        self._num_pins_by_direction = dict.fromkeys(TransferDirection, 0)
+        self._budget = PinBudget(pool.num_blocks)
         self._next_transfer_id = 1
         self._is_closed = False
         self.cost = LoadOrRecompute()
@@ -136,10 +143,8 @@ class TransferLedger:
         return choice
 
     def has_room(self, direction: TransferDirection, num_blocks: int) -> bool:
-        """Whether a transfer that pins so many blocks leaves enough of the pool to others, should the store never let go of them.
-        The only one of its direction may pin what it likes."""
-        num_pinned = self._num_pins_by_direction[direction]
-        return not num_pinned or num_pinned + num_blocks <= self._pool.num_blocks // _MAX_POOL_SHARE
+        """Whether a transfer may pin so many blocks now; see PinBudget."""
+        return self._budget.has_room(direction, num_blocks, self._clock.now_s())
 
     def patience_s(self, num_tokens: int) -> float:
         """How long a request should wait for the store at most, instead of computing so many tokens: as long as that takes, so
@@ -219,7 +224,7 @@ class TransferLedger:
             self._pool.release_references(reversed(pins))
             return None
         self._entry_by_id[transfer.transfer_id] = _Entry(transfer, pins, now_s, is_awaited)
-        self._num_pins_by_direction[direction] += len(pins)
+        self._budget.begin(direction, transfer.transfer_id, len(pins), now_s)
         return transfer.transfer_id
 
     # -- ending --------------------------------------------------------------------------------------------------------
@@ -250,6 +255,10 @@ class TransferLedger:
             is_late = not entry.is_overdue and now_s >= entry.transfer.deadline_s
             if is_late and (end := self._give_up(entry, now_s)) is not None:
                 ended.append(end)
+            if entry.is_overdue and not entry.is_silent and now_s >= entry.transfer.deadline_s + entry.allowance_s:
+                entry.is_silent = True
+                self._breaker.trip(now_s)
+                self._stats.circuit_is_open = True
         return ended
 
     def close(self) -> None:
@@ -270,13 +279,15 @@ class TransferLedger:
             _logger.warning("ignored a result for unknown transfer %d (%s)", result.transfer_id, result.outcome.value)
             return None
         transfer = entry.transfer
-        self._num_pins_by_direction[transfer.direction] -= len(entry.pinned_block_ids)
+        self._budget.end(transfer.direction, transfer.transfer_id)
         _count(self._stats.transfer_bytes, transfer.direction.value, result.moved_bytes)
         end = None
         if not entry.is_reported:
             end = self._report(entry, result)
         elif entry.is_overdue:
             _count(self._stats.transfer_blocks, f"{transfer.direction.value}.late", len(transfer.block_ids))
+            if transfer.direction is TransferDirection.LOAD and not entry.is_silent:
+                self._observe_load(entry, result)
         if transfer.direction is TransferDirection.LOAD:
             num_ok = self._hash_loaded(transfer, result)  # verified by the connector, so also a late arrival is good content
             if result.wants_save and num_ok and not (entry.is_overdue or self._is_closed):
@@ -296,11 +307,18 @@ class TransferLedger:
         self._end_saving(entry)
         if transfer.direction is TransferDirection.LOAD:
             self._end_loading(transfer)
-            if num_ok:
-                duration_s = result.duration_s or now_s - entry.started_s
-                self.cost.observe_load(num_ok * self._block_bytes, duration_s)
+            self._observe_load(entry, result)
             self._hash_loaded(transfer, result)
         return EndedTransfer(transfer, num_ok, result.outcome)
+
+    def _observe_load(self, entry: _Entry, result: TransferResult) -> None:
+        """Learn what loading costs, also from a load that took longer than it was worth: a store that answers late is slow."""
+        elapsed_s = self._clock.now_s() - entry.started_s
+        num_ok = max(0, min(result.num_blocks_ok, len(entry.transfer.block_ids)))
+        if num_ok:
+            self.cost.observe_load(num_ok * self._block_bytes, result.duration_s or elapsed_s)
+        elif result.outcome is TransferOutcome.TIMEOUT and elapsed_s >= entry.allowance_s:
+            self.cost.observe_load(len(entry.transfer.block_ids) * self._block_bytes, _UNFINISHED * elapsed_s)
 
     def _hash_loaded(self, transfer: Transfer, result: TransferResult) -> int:
         """Make the blocks that a load brought findable; how many those are."""
@@ -319,7 +337,6 @@ class TransferLedger:
         transfer = entry.transfer
         if transfer.direction is TransferDirection.LOAD:
             self._end_loading(transfer)
-            self.cost.observe_load(len(transfer.block_ids) * self._block_bytes, now_s - entry.started_s)
         self._record_outcome(transfer, 0, TransferOutcome.TIMEOUT, now_s)
         self._end_saving(entry)
         return EndedTransfer(transfer, 0, TransferOutcome.TIMEOUT)

@@ -136,14 +136,47 @@ def test_ledger_load_that_is_wanted_in_any_case_has_all_its_time() -> None:
     assert bench.ledger.poll() == []
 
 
-def test_ledger_saves_that_never_end_pin_a_quarter_of_the_pool_at_most() -> None:
+def test_ledger_saves_that_never_end_pin_half_of_the_pool_at_most_and_fewer_once_they_are_late() -> None:
     bench = LedgerBench(num_blocks=32)
-    for _ in range(2):
-        bench.save()
+    for _ in range(4):
+        last = bench.save()
     assert bench.ledger.start_save("request", bench.block_ids, HASHES) is None
-    assert bench.ledger.num_pins == 8
+    assert bench.ledger.num_pins == 16
     assert bench.stats.transfer_blocks == {"save.declined": 4}
     assert bench.ledger.has_room(TransferDirection.LOAD, 32), "nothing is being loaded"
-    bench.end(1, 4, TransferOutcome.OK)
+    bench.end(last, 4, TransferOutcome.OK)
+    bench.ledger.poll()
+    bench.clock.advance(3.0)
+    assert bench.ledger.start_save("request", bench.block_ids, HASHES) is None
+    for transfer_id in range(1, last):
+        bench.end(transfer_id, 4, TransferOutcome.OK)
     bench.ledger.poll()
     assert bench.save()
+
+
+def test_ledger_load_that_ends_after_it_was_given_up_teaches_that_the_store_is_slow() -> None:
+    bench = LedgerBench()
+    bench.ledger.cost.observe_prefill(16, 2.0)
+    transfer_id = bench.load()
+    bench.clock.advance(2.0)
+    bench.ledger.poll()
+    bench.clock.advance(0.1)
+    bench.end(transfer_id, 0, TransferOutcome.TIMEOUT)
+    bench.ledger.poll()
+    assert not bench.stats.circuit_is_open
+    assert not bench.ledger.should_load(4)
+
+
+def test_ledger_load_that_stays_silent_opens_the_circuit_and_teaches_nothing() -> None:
+    bench = LedgerBench()
+    bench.ledger.cost.observe_prefill(16, 2.0)
+    transfer_id = bench.load()
+    for _ in range(2):
+        assert not bench.stats.circuit_is_open
+        bench.clock.advance(2.0)
+        bench.ledger.poll()
+    assert bench.stats.circuit_is_open
+    bench.clock.advance(30.0)
+    bench.end(transfer_id, 0, TransferOutcome.TIMEOUT)
+    bench.ledger.poll()
+    assert bench.ledger.should_load(4), "it hung, which says nothing of how fast it is when it does not"
