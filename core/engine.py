@@ -32,6 +32,14 @@ _RETRY_AFTER_S = 1.0
 _MAX_HANDOFF_WAIT_S = 0.05  # per handoff, once
 
 
+@dataclass(slots=True)
+class _Handoff:
+    """A prefill-stage request whose blocks are not all visible in the store yet; ended_s: since when it has ended."""
+
+    num_tokens: int
+    ended_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Audit:
     """What an engine still holds. problems: sentences about counts that do not add up; empty when all is accounted for."""
@@ -80,8 +88,7 @@ class EngineCore:
         )
         self._scheduler = Scheduler(options, self._kv, self._ledger, clock, self.stats)
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of ended requests are skipped
-        # Prefill-stage requests whose blocks are not all visible in the store yet, and since when they have ended.
-        self._handoffs: dict[str, float | None] = {}
+        self._handoffs: dict[str, _Handoff] = {}
 
     # -- intake --------------------------------------------------------------------------------------------------------
     def add_request(
@@ -127,7 +134,7 @@ class EngineCore:
             max_total_tokens=min(limit, self.model.max_model_len),
         )
         if stage is RequestStage.PREFILL:
-            self._handoffs[request_id] = None
+            self._handoffs[request_id] = _Handoff(num_known)
         if request.deadline_s != float("inf"):
             heapq.heappush(self._deadlines, (request.deadline_s, request_id))
         self._scheduler.add_request(request)
@@ -209,7 +216,7 @@ class EngineCore:
 
         0 when there is none, or when each has had its time. Whoever owns the loop waits, and calls settle() meanwhile.
         """
-        ended_s = [since_s for since_s in self._handoffs.values() if since_s is not None]
+        ended_s = [handoff.ended_s for handoff in self._handoffs.values() if handoff.ended_s is not None]
         if not ended_s:
             return 0.0
         return max(0.0, max(ended_s) + _MAX_HANDOFF_WAIT_S - self._clock.now_s())
@@ -244,15 +251,18 @@ class EngineCore:
             self._scheduler.on_transfers_ended(ended)
 
     def _report_handoffs(self, output: StepOutput) -> None:
-        """A prefill-stage request is done when it has ended and the ledger has no save of it that still could become visible."""
-        for request_id, since_s in list(self._handoffs.items()):
+        """A prefill-stage request is done when it has ended and the ledger has no save of it that still could become visible, or
+        when waiting for that has taken as long as computing it again will."""
+        now_s = self._clock.now_s()
+        for request_id, handoff in list(self._handoffs.items()):
             if request_id in self._scheduler.requests:
                 continue
-            if not self._ledger.num_saves_of(request_id):
+            if handoff.ended_s is None:
+                handoff.ended_s = now_s
+            is_saved = not self._ledger.num_saves_of(request_id)
+            if is_saved or now_s - handoff.ended_s >= self._ledger.patience_s(handoff.num_tokens, 0):
                 del self._handoffs[request_id]
                 output.prefill_done.append(request_id)
-            elif since_s is None:
-                self._handoffs[request_id] = self._clock.now_s()
 
     def _record_step_time(self, started_s: float, scheduled_s: float, executed_s: float) -> None:
         seconds = self.stats.step_seconds

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from core.blocks_in_progress import BlocksInProgress
 from core.clock import Clock
 from core.config import EngineOptions
+from core.kv.connector import TransferDirection
 from core.kv.ledger import EndedTransfer, TransferLedger
 from core.kv_cache_manager import KVCacheManager
 from core.request import FinishReason, Request, RequestStage, RequestStatus, transition
@@ -298,7 +299,8 @@ class Scheduler:
             now_s = self._clock.now_s()
             if request.lookup_started_s is None:
                 request.lookup_started_s = now_s
-            if now_s - request.lookup_started_s < self._options.lookup_timeout_s:
+            patience_s = ledger.patience_s(request.num_tokens_with_spec - num_local * kv.block_size, num_local * kv.block_size)
+            if now_s - request.lookup_started_s < min(self._options.lookup_timeout_s, patience_s):
                 return _Admission.UNDECIDED
             num_external = 0
         if num_external == 0:
@@ -309,6 +311,11 @@ class Scheduler:
                 break
         if request.num_loads >= _MAX_LOADS_PER_REQUEST or not ledger.should_load(num_external, num_local):
             request.may_load = False
+            return None
+        if not ledger.has_room(TransferDirection.LOAD, num_local + num_external):
+            if not ledger.num_overdue:
+                return _Admission.NO_ROOM  # until one of the loads has ended
+            request.may_load = False  # which they may never do
             return None
         block_ids = kv.try_allocate_for_load(request, hit_block_ids, num_external)
         if block_ids is None:

@@ -6,6 +6,7 @@ Every wait is bounded: what LMCache has not done in time is a miss. Nothing of L
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import threading
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 _MAX_KNOWN_BLOCKS = 1_000_000
 _REFRESH_PAUSE_S = 0.05  # how old what a lookup believes may get
 _CLOSE_TIMEOUT_S = 10.0
+_REOPEN_PAUSE_S = 1.0
+_PASSING_FAULTS = (errno.EROFS, errno.EIO, errno.ENOSPC, errno.EDQUOT)  # of a disk; others are of the configuration
 
 
 class LMCacheConnector(QueuedConnector):
@@ -57,6 +60,8 @@ class LMCacheConnector(QueuedConnector):
         self._looked_at_s = float("-inf")
         self._objects: ObjectStore | None = None
         self._transfers: BlockTransfers | None = None
+        self._open_mutex = threading.Lock()  # of the objects until they are there, and the time below
+        self._open_at_s = clock.now_s()
         self._close_mutex = threading.Lock()
         self._error_mutex = threading.Lock()
         self._num_errors = 0
@@ -66,6 +71,9 @@ class LMCacheConnector(QueuedConnector):
     def get_num_new_matched_tokens(self, lookup: PrefixLookup, num_computed_tokens: int) -> int | None:
         """As the interface says, from what is known of the store."""
         if self._is_closed or lookup.block_size != self._layout.block_size:
+            return 0
+        if self._objects is None:
+            self._workers.request_background()
             return 0
         request_id, block_hashes = lookup.request_id, lookup.block_hashes
         self._chains.note_lookup(request_id, block_hashes)
@@ -80,14 +88,18 @@ class LMCacheConnector(QueuedConnector):
 
     # -- worker half ---------------------------------------------------------------------------------------------------
     def register_kv_cache(self, pool: KVPoolMemory) -> None:
-        """Start LMCache and the threads. Raises ConnectorError where it cannot be started; a server may come later."""
+        """Start LMCache and the threads. Raises ConnectorError where it cannot be started; a server may come later, and a disk
+        that fails is tried again."""
         self._pool, self._layout = pool, pool.layout
         try:
             self._objects = self._open_objects(pool.layout)
         except ConfigError:
             raise
         except Exception as error:  # whatever LMCache raises: it promises nothing
-            raise ConnectorError(f"LMCache cannot be started with {self._options}: {error!r}") from error
+            if not isinstance(error, TimeoutError) and getattr(error, "errno", None) not in _PASSING_FAULTS:
+                raise ConnectorError(f"LMCache cannot be started with {self._options}: {error!r}") from error
+            logger.error("LMCache cannot be started and is tried again later: %s", str(error))
+            self._num_errors += 1
         self._transfers = BlockTransfers(pool, self._workers, self._chains, self._known)
         self._workers.start_threads(self._options.num_threads, "kv-lmcache")
         self._workers.request_background()
@@ -113,6 +125,19 @@ class LMCacheConnector(QueuedConnector):
             options.op_timeout_s,
             options.num_threads,
         )
+
+    def _opened(self) -> ObjectStore | None:
+        """The objects; opened now, if they could not be at the start. Worker threads."""
+        if self._objects is not None or self._is_closed:
+            return self._objects
+        with self._open_mutex:
+            if self._objects is None and self._clock.now_s() >= self._open_at_s:
+                try:
+                    self._objects = self._open_objects(self._layout)
+                except Exception as error:  # whatever LMCache raises: it promises nothing
+                    self._open_at_s = self._clock.now_s() + _REOPEN_PAUSE_S
+                    logger.warning("LMCache still cannot be started: %s", str(error))
+            return self._objects
 
     def close(self) -> None:
         """As the interface says. LMCache ends on a thread of its own, which is left behind if it hangs."""
@@ -143,7 +168,7 @@ class LMCacheConnector(QueuedConnector):
     # -- worker threads ------------------------------------------------------------------------------------------------
     def _look_around(self) -> bool:
         """Bring what is known up to date, then answer questions that were asked before."""
-        objects = self._objects
+        objects = self._opened()
         if objects is None:
             return False
         questions = [self._questions.popleft() for _ in range(len(self._questions))]
@@ -178,9 +203,10 @@ class LMCacheConnector(QueuedConnector):
         return result
 
     def _move(self, transfer: Transfer) -> TransferResult:
-        objects, transfers = self._objects, self._transfers
+        objects, transfers = self._opened(), self._transfers
         if objects is None or transfers is None:
-            return failed(transfer, TransferOutcome.CANCELLED, "the connector is closed")
+            outcome = TransferOutcome.CANCELLED if self._is_closed else TransferOutcome.ERROR
+            return failed(transfer, outcome, "the connector is closed, or could not be opened yet")
         try:
             self._learn(objects)
             if objects.why_away is not None:

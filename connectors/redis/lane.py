@@ -23,6 +23,11 @@ _PIPELINE_BYTES = 256 * 1024  # small blocks: so many bytes under way on one con
 _MAX_PIPELINE = 16
 _MAX_CODING_BYTES = 4096  # of an encoded or encrypted block beyond the block's own
 _FULL = ("OOM",)
+_UNWRITABLE = (
+    "READONLY",
+    "MISCONF",
+    "NOPERM",
+)  # a replica, a disk that cannot be written, a user who may not: it is read all the same
 
 
 class _Outcome(enum.Enum):
@@ -58,7 +63,8 @@ class RedisLane:
         self._streams.close()
 
     def touch(self, block_hashes: Sequence[bytes], expiries_ms: Sequence[int]) -> list[bool]:
-        """Begin a transfer: move the blocks' expiry; which of them are stored. Raises OSError, ConnectorError or RespError."""
+        """Begin a transfer: move the blocks' expiry, if the servers may be written; which of them are stored. Raises OSError,
+        ConnectorError or RespError."""
         self._streams.drop_stale()
         return self._touch(block_hashes, expiries_ms, b"", 0)[0]
 
@@ -71,13 +77,23 @@ class RedisLane:
     def _touch(
         self, block_hashes: Sequence[bytes], expiries_ms: Sequence[int], trailer: bytes, num_trailing: int
     ) -> tuple[list[bool], dict[Node, list[Reply | RespError]]]:
-        answers, replies = self._streams.ask(
-            block_hashes,
-            lambda position: self._values.expire(block_hashes[position], expiries_ms[position]),
-            self._values.num_parts,
-            trailer,
-            num_trailing,
-        )
+        num_parts = self._values.num_parts
+        try:
+            answers, replies = self._streams.ask(
+                block_hashes,
+                lambda position: self._values.expire(block_hashes[position], expiries_ms[position]),
+                num_parts,
+                trailer,
+                num_trailing,
+            )
+        except RespError as refusal:
+            if refusal.word not in _UNWRITABLE:
+                raise
+            self._streams.close()  # what else was asked is still to come there
+            counts, replies = self._streams.ask(
+                block_hashes, lambda position: self._values.exists(block_hashes[position]), 1, trailer, num_trailing
+            )
+            return [count == b"%d" % num_parts for count in counts], replies
         return [b"0" not in digits for digits in answers], replies
 
     def delete(self, block_hashes: Sequence[bytes]) -> None:

@@ -76,7 +76,8 @@ class RespStream(SocketStream):
         return [self._read_reply() for _ in range(num_replies)]
 
     def receive_digits(self, num_replies: int) -> bytes:
-        """The same for commands that answer with one digit each, such as EXISTS: the digits. Raises RespError for a refusal."""
+        """The same for commands that answer with one digit each, such as EXISTS: the digits. Raises RespError for a refusal,
+        when all replies are read."""
         received, deadline_s = self._take_ahead(), time.monotonic() + self._timeout_s
         while len(received) < 4 * num_replies and b"-" not in received:  # a reply is a colon, a digit, CR, LF
             if time.monotonic() > deadline_s:
@@ -87,10 +88,10 @@ class RespStream(SocketStream):
             self._ahead = received[len(digits) :]
             return digits[1::4]
         self._ahead = received
-        return b"".join(self._read_digit() for _ in range(num_replies))
+        replies = [self._read_reply() for _ in range(num_replies)]
+        return b"".join(self._digit_of(reply) for reply in replies)
 
-    def _read_digit(self) -> bytes:
-        reply = self._read_reply()
+    def _digit_of(self, reply: Reply | RespError) -> bytes:
         if isinstance(reply, RespError):
             if not self._is_elsewhere(reply):
                 raise reply

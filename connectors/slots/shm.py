@@ -23,6 +23,7 @@ from connectors.slots.browser import SlotBrowser
 from connectors.slots.connector import SlotConnector
 from connectors.slots.eviction_policy import check_eviction_policy
 from connectors.slots.index import SlotIndex, take_lease_number
+from connectors.slots.index_file import FORMAT_VERSION
 from connectors.slots.memory_pool import MemoryIndexFile, MemoryLease, MemoryMedium, PoolDescriptors, is_memory_lease_alive
 from connectors.slots.pool_members import PoolMember, find_pool, has_members, joining, pools_with_members
 from connectors.slots.store import SlotLayout, SlotStore, StoredLayout, num_slots_within, slot_bytes
@@ -83,7 +84,7 @@ class MemoryPools:
 
     @property
     def _prefix(self) -> str:
-        return f"kvrelay-{os.getuid()}-{self.name}-"
+        return f"kvrelay{FORMAT_VERSION}-{os.getuid()}-{self.name}-"  # processes of another version have pools of their own
 
     def layouts(self) -> tuple[list[StoredLayout], list[str]]:
         """Of the pools that processes have open, and in words those that cannot be joined."""

@@ -24,6 +24,11 @@ class CircuitBreaker:
         self._num_failures = 0
         self._pause_s = _FIRST_PAUSE_S
 
+    def trip(self, now_s: float) -> None:
+        """The store hangs: no need to wait for it again and again to know."""
+        self._num_failures = _MAX_CONSECUTIVE_FAILURES
+        self.record_failure(now_s)
+
     def record_failure(self, now_s: float) -> None:
         """The store raised, reported an error or missed a deadline."""
         self._num_failures += 1

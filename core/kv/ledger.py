@@ -22,10 +22,13 @@ from core.kv.connector import (
     TransferResult,
 )
 from core.kv.load_cost import LoadOrRecompute
+from core.kv.pin_budget import PinBudget
 from core.stats import EngineStats
 
 _logger = logging.getLogger(__name__)
 _FAULTS = (TransferOutcome.ERROR, TransferOutcome.TIMEOUT)
+_UNFINISHED = 2.0  # a load of which nothing came in its time would have taken longer; how much longer, nobody knows
+_MIN_PATIENCE_S = 0.5  # a store that is well may take this long on a busy machine, however short the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,12 @@ class _Entry:
     is_awaited: bool  # a save that a handoff waits for
     is_reported: bool = False  # its outcome is told; what is left are pins, until the connector lets go of the memory
     is_overdue: bool = False  # its deadline passed before that
+    is_silent: bool = False  # and as much time again: its store is not slow, it hangs
+
+    @property
+    def allowance_s(self) -> float:
+        """The time it was given."""
+        return self.transfer.deadline_s - self.started_s
 
 
 class TransferLedger:
@@ -70,13 +79,14 @@ class TransferLedger:
         self._stats = stats
         self._block_size = block_size
         self._block_bytes = block_bytes
-        self._timeout_s = {TransferDirection.LOAD: load_timeout_s, TransferDirection.SAVE: save_timeout_s}
+        self._load_timeout_s, self._save_timeout_s = load_timeout_s, save_timeout_s
         self._always_load = always_load
         self._breaker = CircuitBreaker()
         self._entry_by_id: dict[int, _Entry] = {}
         self._transfer_id_by_loading_hash: dict[bytes, int] = {}
         self._num_saves_by_request: dict[str, int] = {}
         self._num_bytes_loading = 0
+        self._budget = PinBudget(pool.num_blocks)
         self._next_transfer_id = 1
         self._is_closed = False
         self.cost = LoadOrRecompute()
@@ -137,6 +147,17 @@ class TransferLedger:
         _count(self._stats.load_or_recompute, f"{'load' if choice else 'recompute'}.{reason}")
         return choice
 
+    def has_room(self, direction: TransferDirection, num_blocks: int) -> bool:
+        """Whether a transfer may pin so many blocks now; see PinBudget."""
+        return self._budget.has_room(direction, num_blocks, self._clock.now_s())
+
+    def patience_s(self, num_tokens: int, first_position: int) -> float:
+        """How long a request should wait for the store at most, instead of computing num_tokens from first_position on: as long
+        as that takes, so that a store that hangs costs no more than a few times the computing. Infinite while nothing is known
+        of it, or where loading is wanted in any case; then the configured timeouts are all that bounds it."""
+        recompute_s = None if self._always_load else self.cost.predict_recompute_s(num_tokens, first_position)
+        return float("inf") if recompute_s is None else max(_MIN_PATIENCE_S, recompute_s)
+
     # -- starting ------------------------------------------------------------------------------------------------------
     def start_load(
         self, request_id: str, block_ids: Sequence[int], block_hashes: Sequence[bytes], held_block_ids: Sequence[int]
@@ -148,7 +169,10 @@ class TransferLedger:
         """
         self._pool.add_references(held_block_ids)
         pins = [*held_block_ids, *block_ids]
-        transfer_id = self._start(TransferDirection.LOAD, request_id, block_ids, block_hashes, pins)
+        timeout_s = min(
+            self._load_timeout_s, self.patience_s(len(block_ids) * self._block_size, len(held_block_ids) * self._block_size)
+        )
+        transfer_id = self._start(TransferDirection.LOAD, request_id, block_ids, block_hashes, pins, timeout_s)
         if transfer_id is not None:
             self._num_bytes_loading += len(block_ids) * self._block_bytes
             for block_hash in block_hashes:
@@ -158,15 +182,19 @@ class TransferLedger:
     def start_save(
         self, request_id: str, block_ids: Sequence[int], block_hashes: Sequence[bytes], *, is_awaited: bool = True
     ) -> int | None:
-        """Store blocks, pinned until the connector has read them. None: there is no store, or it is not to be asked now.
+        """Store blocks, pinned until the connector has read them. None: there is no store, it is not to be asked now, or it is so
+        far behind that its saves pin too much of the pool.
 
         is_awaited: the request's handoff is complete only when this has ended.
         """
         if self._connector is None or not self._breaker.allows(self._clock.now_s()):
             return None
+        if not self.has_room(TransferDirection.SAVE, len(block_ids)):
+            _count(self._stats.transfer_blocks, "save.declined", len(block_ids))
+            return None
         self._pool.add_references(block_ids)
         transfer_id = self._start(
-            TransferDirection.SAVE, request_id, block_ids, block_hashes, list(block_ids), is_awaited=is_awaited
+            TransferDirection.SAVE, request_id, block_ids, block_hashes, list(block_ids), self._save_timeout_s, is_awaited
         )
         if transfer_id is not None and is_awaited:
             self._num_saves_by_request[request_id] = self._num_saves_by_request.get(request_id, 0) + 1
@@ -179,6 +207,7 @@ class TransferLedger:
         block_ids: Sequence[int],
         block_hashes: Sequence[bytes],
         pins: list[int],
+        timeout_s: float,
         is_awaited: bool = False,
     ) -> int | None:
         assert self._connector is not None and len(block_ids) == len(block_hashes)
@@ -189,7 +218,7 @@ class TransferLedger:
             request_id=request_id,
             block_ids=tuple(block_ids),
             block_hashes=tuple(block_hashes),
-            deadline_s=now_s + self._timeout_s[direction],
+            deadline_s=now_s + timeout_s,
         )
         self._next_transfer_id += 1
         try:
@@ -202,6 +231,7 @@ class TransferLedger:
             self._pool.release_references(reversed(pins))
             return None
         self._entry_by_id[transfer.transfer_id] = _Entry(transfer, pins, now_s, self._num_bytes_loading, is_awaited)
+        self._budget.begin(direction, transfer.transfer_id, len(pins), now_s)
         return transfer.transfer_id
 
     # -- ending --------------------------------------------------------------------------------------------------------
@@ -233,6 +263,10 @@ class TransferLedger:
             is_late = not entry.is_overdue and now_s >= entry.transfer.deadline_s
             if is_late and (end := self._give_up(entry, now_s)) is not None:
                 ended.append(end)
+            if entry.is_overdue and not entry.is_silent and now_s >= entry.transfer.deadline_s + entry.allowance_s:
+                entry.is_silent = True
+                self._breaker.trip(now_s)
+                self._stats.circuit_is_open = True
         return ended
 
     def _unpin(self, transfer_ids: Sequence[int]) -> None:
@@ -242,6 +276,7 @@ class TransferLedger:
             if entry is not None and entry.transfer.direction is TransferDirection.SAVE:
                 self._pool.release_references(reversed(entry.pinned_block_ids))
                 entry.pinned_block_ids.clear()
+                self._budget.end(TransferDirection.SAVE, transfer_id)
 
     def close(self) -> None:
         """Close the connector and take back every pin; afterwards nothing is in flight."""
@@ -261,12 +296,15 @@ class TransferLedger:
             _logger.warning("ignored a result for unknown transfer %d (%s)", result.transfer_id, result.outcome.value)
             return None
         transfer = entry.transfer
+        self._budget.end(transfer.direction, transfer.transfer_id)
         _count(self._stats.transfer_bytes, transfer.direction.value, result.moved_bytes)
         end = None
         if not entry.is_reported:
             end = self._report(entry, result)
         elif entry.is_overdue:
             _count(self._stats.transfer_blocks, f"{transfer.direction.value}.late", len(transfer.block_ids))
+            if transfer.direction is TransferDirection.LOAD and not entry.is_silent:
+                self._observe_load(entry, result)
         if transfer.direction is TransferDirection.LOAD:
             num_ok = self._hash_loaded(transfer, result)  # verified by the connector, so also a late arrival is good content
             if result.wants_save and num_ok and not (entry.is_overdue or self._is_closed):
@@ -286,11 +324,19 @@ class TransferLedger:
         self._end_saving(entry)
         if transfer.direction is TransferDirection.LOAD:
             self._end_loading(transfer)
-            if num_ok:
-                duration_s = result.duration_s or now_s - entry.started_s
-                self.cost.observe_load(num_ok * self._block_bytes + entry.num_bytes_ahead, duration_s)
+            self._observe_load(entry, result)
             self._hash_loaded(transfer, result)
         return EndedTransfer(transfer, num_ok, result.outcome)
+
+    def _observe_load(self, entry: _Entry, result: TransferResult) -> None:
+        """Learn what loading costs, also from a load that took longer than it was worth: a store that answers late is slow."""
+        elapsed_s = self._clock.now_s() - entry.started_s
+        num_ok = max(0, min(result.num_blocks_ok, len(entry.transfer.block_ids)))
+        if num_ok:
+            self.cost.observe_load(num_ok * self._block_bytes + entry.num_bytes_ahead, result.duration_s or elapsed_s)
+        elif result.outcome is TransferOutcome.TIMEOUT and elapsed_s >= entry.allowance_s:
+            num_bytes = len(entry.transfer.block_ids) * self._block_bytes
+            self.cost.observe_load(num_bytes + entry.num_bytes_ahead, _UNFINISHED * elapsed_s)
 
     def _hash_loaded(self, transfer: Transfer, result: TransferResult) -> int:
         """Make the blocks that a load brought findable; how many those are."""
@@ -309,8 +355,6 @@ class TransferLedger:
         transfer = entry.transfer
         if transfer.direction is TransferDirection.LOAD:
             self._end_loading(transfer)
-            num_bytes = len(transfer.block_ids) * self._block_bytes
-            self.cost.observe_load(num_bytes + entry.num_bytes_ahead, now_s - entry.started_s)
         self._record_outcome(transfer, 0, TransferOutcome.TIMEOUT, now_s)
         self._end_saving(entry)
         return EndedTransfer(transfer, 0, TransferOutcome.TIMEOUT)

@@ -26,6 +26,15 @@ def mounted_tmpfs(directory: Path, num_bytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
+def fill_up(directory: Path) -> Path:
+    """Leave no byte of this file system to anybody; the file that holds them all, to be removed."""
+    filler = directory / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(65536)):
+            pass
+    return filler
+
+
 _EXT4_IOC_SHUTDOWN = 0x8004587D
 _NO_LOG_FLUSH = 2
 
@@ -52,6 +61,10 @@ class Ext4Disk:
     def unmount(self) -> None:
         """Take it from its directory, at once."""
         subprocess.run(["umount", "--lazy", str(self.path)], check=True)
+
+    def remount(self, mode: str) -> None:
+        """ "ro" or "rw", for new writers; refused while somebody has a file open for writing."""
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(self.path)], check=True)
 
     def cut_power(self) -> None:
         """Whatever the disk does not hold yet is lost; every access fails from now on."""

@@ -67,6 +67,7 @@ def wait_used(node: Node, seed: int) -> None:
     started_s = time.monotonic()
     wait_until(lambda: node.save(chain(seed, 8)).outcome is TransferOutcome.OK)
     assert node.load(chain(seed, 8)).num_blocks_ok == 8
+    print(f"used after {time.monotonic() - started_s:.2f} s")
     assert time.monotonic() - started_s < 5.0  # what is promised; it takes one, the pause between tries to open a store
 
 
@@ -124,6 +125,29 @@ def test_failed_disk_costs_misses_and_its_replacement_under_the_same_path_is_use
     disk.mount()
     wait_used(node, 2)
     node.load(chain(1, 8))
+
+
+def test_disk_read_only_at_start_costs_misses_and_is_used_when_it_can_be_written(disks: Any, open_node: OpenNode) -> None:
+    disk = disks("disk")
+    disk.remount("ro")
+    node = open_node(disk)
+    for seed in range(1, 4):
+        assert node.lookup(chain(seed, 8)) == 0
+        assert node.save(chain(seed, 8)).outcome is TransferOutcome.ERROR
+        assert node.load(chain(seed, 8)).num_blocks_ok == 0
+    disk.remount("rw")
+    wait_used(node, 2)
+
+
+def test_disk_that_comes_after_the_start_is_used_in_place_of_what_was_under_it(disks: Any, open_node: OpenNode) -> None:
+    disk = disks("disk")
+    disk.unmount()
+    node = open_node(disk)  # in the empty folder where it is going to be
+    node.save(chain(1, 8))
+    disk.mount()
+    wait_until(lambda: node.load(chain(1, 8)).num_blocks_ok == 0)
+    wait_used(node, 2)
+    assert (disk.path / "store").exists()
 
 
 @pytest.mark.parametrize("sync_interval_s", [0.05, 0.0], ids=["synced", "unsynced"])

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from core.kv.connector import PrefixLookup, TransferOutcome
 from core.kv.layout import KVLayout
 from deploy.topology import find_free_ports
 from tests.support.ray_node import MIB, RayNode
+from tests.support.redis_server import make_certificate
 
 OP_TIMEOUT_S = 1.0
 LINGER_S = 2.0
@@ -133,13 +135,15 @@ def bench(ray_node: RayNode) -> Iterator[Bench]:
 
 def wait_recovered(node: Node, seed: int = 900, within_s: float = PATIENCE_S) -> None:
     """Until a save, a lookup and a load work, which must be soon."""
-    deadline_s = time.monotonic() + within_s
+    started_s = time.monotonic()
+    deadline_s = started_s + within_s
     while (
         node.save(chain(seed, 2, node.layout)).outcome is not TransferOutcome.OK or node.lookup(chain(seed, 2, node.layout)) != 2
     ):
         assert time.monotonic() < deadline_s, "the store is not used"
         time.sleep(0.02)
     assert node.load(chain(seed, 2, node.layout)).num_blocks_ok == 2
+    print(f"used after {time.monotonic() - started_s:.2f} s")
 
 
 def wait_missed(node: Node, hashes: list[bytes]) -> None:
@@ -183,6 +187,26 @@ def test_ray_or_a_part_of_it_killed_in_the_middle_gives_one_result_each_and_is_u
     assert node.load(hashes).num_blocks_ok == 0  # it was started empty
     assert node.save(hashes).outcome is TransferOutcome.OK
     assert node.load(hashes).num_blocks_ok == 16
+
+
+def test_ray_that_wants_tls_or_a_token_is_a_miss_and_used_once_it_does_not(bench: Bench, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    tls = {"RAY_USE_TLS": "1", "RAY_TLS_SERVER_CERT": certificate, "RAY_TLS_SERVER_KEY": key, "RAY_TLS_CA_CERT": certificate}
+    node: Node | None = None
+    try:
+        for environment in (tls, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a-secret-of-thirty-two-characters"}):
+            bench.ray.kill()
+            bench.ray.environment = environment
+            bench.ray.start()
+            node = node or bench.open_node(is_ready=False)
+            wait_missed(node, chain(1, 4))
+            assert node.save(chain(1, 4)).outcome is TransferOutcome.ERROR
+            assert node.load(chain(1, 4)).outcome is TransferOutcome.ERROR
+    finally:
+        bench.ray.kill()
+        bench.ray.environment = {}
+        bench.ray.start()
+    wait_recovered(node)
 
 
 def test_many_lost_connections_in_a_row_cost_transfers_and_nothing_else(bench: Bench) -> None:

@@ -6,6 +6,7 @@ to the pool after a result, and the store is used again soon after it is well.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from connectors.contract.contract import open_descriptors
 from connectors.contract.node import LAYOUT, REAL_LAYOUT, Node, SteppedClock, chain, content_of, wait_until
@@ -25,6 +27,7 @@ from core.errors import ConfigError
 from core.kv.connector import PrefixLookup, TransferOutcome, TransferResult
 from core.kv.layout import KVLayout
 from deploy.topology import find_free_ports
+from tests.contract.small_disk import fill_up, mounted_tmpfs
 from tests.support.delaying_proxy import HOST, DelayingProxy
 from tests.support.redis_server import EXECUTABLE, RedisProcess, SentinelProcess
 
@@ -40,9 +43,9 @@ SPLIT_LAYOUT = KVLayout(num_layers=16, block_size=16, num_kv_heads=8, head_dim=1
 class Bench:
     """A server, and nodes on it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, server: RedisProcess | None = None) -> None:
         self.folder = folder
-        self.server = RedisProcess(folder / "redis")
+        self.server = server or RedisProcess(folder / "redis")
         self.proxy: DelayingProxy | None = None
         self._nodes: list[Node] = []
 
@@ -85,13 +88,15 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def wait_recovered(node: Node, seed: int = 900) -> None:
     """Until a save, a lookup and a load work again, which must be soon."""
-    deadline_s = time.monotonic() + RECOVERY_S
+    started_s = time.monotonic()
+    deadline_s = started_s + RECOVERY_S
     while (
         node.save(chain(seed, 2, node.layout)).outcome is not TransferOutcome.OK or node.lookup(chain(seed, 2, node.layout)) != 2
     ):
         assert time.monotonic() < deadline_s, "the store is not used again"
         time.sleep(0.02)
     assert node.load(chain(seed, 2, node.layout)).num_blocks_ok == 2
+    print(f"used after {time.monotonic() - started_s:.2f} s")
 
 
 def ask(node: Node, request_id: str, hashes: list[bytes]) -> int | None:
@@ -319,6 +324,40 @@ def test_full_server_that_evicts_nothing_keeps_serving_what_it_has(bench: Bench)
     wait_recovered(node)
 
 
+def test_server_that_turns_into_a_read_only_replica_is_read_and_written_again_later(bench: Bench) -> None:
+    node = bench.open_node()
+    node.save(chain(1, 8))
+    with bench.server.client() as client:
+        client.replicaof(HOST, str(_closed_port()))
+        assert node.load(chain(1, 8)).num_blocks_ok == 8
+        assert node.save(chain(2, 8)).outcome is TransferOutcome.ERROR
+        assert node.lookup(chain(2, 8)) == 0
+        client.replicaof("NO", "ONE")
+    wait_recovered(node)
+
+
+def test_server_whose_disk_is_full_is_read_and_written_again_later_skipped_where_mounting_is_forbidden(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "disk", 4 * 1024 * 1024) as disk:
+        server = RedisProcess(disk / "redis", "--save", "3600 1")  # a server that writes snapshots refuses to go on without
+        bench = Bench(tmp_path, server)
+        try:
+            node = bench.open_node()
+            node.save(chain(1, 8))
+            with bench.server.client() as client:
+                filler = fill_up(disk)
+                with contextlib.suppress(redis.ResponseError):
+                    client.bgsave()
+                wait_until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
+                assert node.load(chain(1, 8)).num_blocks_ok == 8
+                assert node.save(chain(2, 8)).outcome is TransferOutcome.ERROR
+                filler.unlink()
+                client.bgsave()
+                wait_until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "ok")
+            wait_recovered(node)
+        finally:
+            bench.close()
+
+
 def test_wrong_password_is_a_miss_and_never_shown(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     bench.server.kill()
@@ -356,12 +395,9 @@ def test_acl_user_without_the_right_to_write_loads_and_cannot_save(bench: Bench)
 
 
 def test_tls_server_is_served_over_tls_and_missed_without(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
     tls = RedisProcess(tmp_path / "tls", is_tls=True)
+    bench = Bench(tmp_path, tls)
     try:
-        bench.server.kill()
-        bench.server, plain = tls, bench.server
-        plain.end()
         for layout in (LAYOUT, REAL_LAYOUT, SPLIT_LAYOUT):
             node = bench.open_node(layout)
             assert node.save(chain(1, 8, layout)).outcome is TransferOutcome.OK
@@ -371,6 +407,18 @@ def test_tls_server_is_served_over_tls_and_missed_without(tmp_path: Path) -> Non
         without = bench.open_node(url=f"redis://{HOST}:{tls.port}/0")
         wait_missed(without, chain(1, 4))
         assert without.load(chain(1, 4)).outcome in (TransferOutcome.ERROR, TransferOutcome.TIMEOUT)
+        stranger = bench.open_node(url=f"rediss://{HOST}:{tls.port}/0")  # does not know who has signed its certificate
+        wait_missed(stranger, chain(1, 4))
+        assert stranger.load(chain(1, 4)).outcome in (TransferOutcome.ERROR, TransferOutcome.TIMEOUT)
+        tls.kill()
+        tls.is_tls = False
+        tls.start()
+        wait_missed(node, chain(1, 4, SPLIT_LAYOUT))  # now it is the server that does not speak it
+        wait_recovered(without)
+        tls.kill()
+        tls.is_tls = True
+        tls.start()
+        wait_recovered(node)
     finally:
         bench.close()
 

@@ -11,10 +11,12 @@ import gc
 import logging
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +43,7 @@ from core.kv.connector import TransferOutcome
 from deploy.topology import find_free_ports
 from tests.contract.tcp_bench import PATIENCE_S, TcpBench, ask, block_value, connector_of, end_point, free_port
 from tests.support.delaying_proxy import HOST
+from tests.support.redis_server import make_certificate
 
 RECOVERY_S = 5.0
 NOTHING = {TransferOutcome.MISS, TransferOutcome.CORRUPT}
@@ -61,11 +64,13 @@ def bench() -> Iterator[TcpBench]:
 def wait_used(node: Node, source: Peer, seed: int) -> None:
     """Until blocks that this source saves now are loaded from it, which must be soon."""
     assert source.ask("save", seed=seed, num_blocks=4) == [4, "ok"]
-    deadline_s = time.monotonic() + RECOVERY_S
+    started_s = time.monotonic()
+    deadline_s = started_s + RECOVERY_S
     while node.load(chain(seed, 4), f"used {time.monotonic()}").num_blocks_ok < 4:
         assert time.monotonic() < deadline_s, "the source is not used again"
         time.sleep(0.02)
     assert node.lookup(chain(seed, 4), request_id=f"used {seed}") == 4
+    print(f"used after {time.monotonic() - started_s:.2f} s")
 
 
 def assert_pool_is_left_alone(node: Node, meanwhile: Callable[[], object]) -> None:
@@ -396,6 +401,23 @@ def test_source_of_another_version_is_a_miss_that_says_so(bench: TcpBench, caplo
         assert node.lookup(chain(1, 4)) == 0
         thread.join()
     assert f"it speaks version {VERSION + 1} of the protocol, this process version {VERSION}" in caplog.text
+
+
+def test_source_that_wants_tls_is_a_miss(bench: TcpBench, tmp_path: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*make_certificate(tmp_path))
+    with socket.create_server((HOST, 0)) as listener:
+
+        def shake_hands() -> None:
+            with contextlib.suppress(OSError), listener.accept()[0] as connection:
+                context.wrap_socket(connection, server_side=True)
+
+        thread = threading.Thread(target=shake_hands)
+        thread.start()
+        node = bench.open_node(f"{HOST}:{listener.getsockname()[1]}")
+        assert node.lookup(chain(1, 4)) == 0
+        assert node.load(chain(1, 4)).outcome is TransferOutcome.MISS
+        thread.join()
 
 
 def test_own_address_among_the_peers_is_not_asked(bench: TcpBench, caplog: pytest.LogCaptureFixture) -> None:

@@ -71,7 +71,8 @@ class Bench:
 
     def check_recovers(self) -> None:
         """Soon the slower tier is asked and written again."""
-        deadline_s = time.monotonic() + RECOVERY_S
+        started_s = time.monotonic()
+        deadline_s = started_s + RECOVERY_S
         seed = 500
         while True:
             seed += 1
@@ -83,6 +84,7 @@ class Bench:
         while self.node.lookup(chain(9, 2), request_id=f"recovered {seed}") != 0:
             seed += 1
         assert self.node.stats().tiers[1].is_reachable
+        print(f"used after {time.monotonic() - started_s:.2f} s")
 
     def close(self) -> None:
         self.server.resume()
@@ -144,6 +146,32 @@ def test_tier_killed_in_the_middle_costs_its_own_blocks(bench: Bench) -> None:
     wait_until(lambda: not node.stats().tiers[1].is_reachable)
     assert ask(node, "killed", IN_REDIS) == 0
     bench.server.start()
+    bench.check_recovers()
+
+
+def test_tier_that_wants_a_password_is_skipped_and_used_once_it_does_not(bench: Bench) -> None:
+    bench.open_filled()
+    bench.server.save_to_disk()
+    bench.server.kill()
+    bench.server.password = "secret"
+    bench.server.start()
+    bench.check_fast_tier_serves()
+    wait_until(lambda: not bench.node.stats().tiers[1].is_reachable)
+    with bench.server.client() as client:
+        client.config_set("requirepass", "")
+    bench.check_recovers()
+    assert bench.node.load(IN_REDIS).num_blocks_ok == 8  # it was restarted with all that it had
+
+
+def test_tier_that_loses_its_connections_a_hundred_times_costs_its_own_blocks(bench: Bench) -> None:
+    node = bench.open_filled()
+    num_cut = 0
+    while num_cut < 100:
+        load = node.start_load([*IN_BOTH, *IN_REDIS])
+        num_cut += bench.proxy.cut()
+        (result,) = node.results([load])
+        assert result.num_blocks_ok >= 8 and result.outcome in (TransferOutcome.OK, TransferOutcome.MISS)
+    bench.check_fast_tier_serves()
     bench.check_recovers()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.small_disk import mounted_tmpfs
+from tests.contract.small_disk import fill_up, mounted_tmpfs
 from tests.e2e.prompts import MODEL
 from tests.fault.store_rig import StoreRig
 from tests.support.cluster import Cluster, ClusterSpec
@@ -121,13 +121,9 @@ def test_disk_read_only_then_full_then_free_answers_are_right_and_it_is_used_in_
             rig.check_right_under_load(2.0)
             assert rig.files("segment") == []
             remount("rw")
-            ballast = disk / "ballast"
-            with ballast.open("wb") as file, contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(65536))
-                    file.flush()
+            filler = fill_up(disk)
             rig.check_right_under_load(4.0)
-            ballast.unlink()
+            filler.unlink()
             rig.check_used()
             rig.check_right_under_load(4.0)  # with room for a part of what it computes
             rig.check_used()

@@ -6,7 +6,7 @@ import contextlib
 import re
 from pathlib import Path
 
-_LINK = re.compile(r"/memfd:kvrelay-\d+-(.+)-[0-9a-f]{16}-(index|segment) \(deleted\)")
+_LINK = re.compile(r"/memfd:kvrelay\d+-\d+-(.+)-[0-9a-f]{16}-(index|segment) \(deleted\)")
 _GIVEN_UP_MODE = 0
 
 

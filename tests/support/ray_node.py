@@ -38,6 +38,7 @@ class RayNode:
         self._object_store_bytes = object_store_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self.start_s = 0.0  # how long Ray took to start, the last time
+        self.environment: dict[str, str] = {}  # of the next start, over what is set anyway
         try:
             self.start()
         except BaseException:
@@ -58,6 +59,7 @@ class RayNode:
             command += ["--temp-dir", str(self.folder), "--include-dashboard", "false", "--no-monitor"]
         command += ["--include-log-monitor", "false"]
         environment = os.environ | {"HOME": str(self.folder), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+        environment |= self.environment
         log_path = self.folder / "start.log"
         started_s = time.monotonic()
         with log_path.open("wb") as log:

@@ -59,7 +59,7 @@ class RedisProcess:
         if self.password:
             command += ["--requirepass", self.password]
         if self.is_tls:
-            certificate, key = self._make_certificate()
+            certificate, key = make_certificate(self.folder)
             command += ["--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", certificate]
             command += ["--tls-auth-clients", "no"]
         with (self.folder / "log").open("ab") as log:
@@ -107,13 +107,15 @@ class RedisProcess:
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _make_certificate(self) -> tuple[str, str]:
-        certificate, key = self.folder / "server.crt", self.folder / "server.key"
-        if not certificate.exists():
-            command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
-            command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-            subprocess.run(command, check=True, capture_output=True)
-        return str(certificate), str(key)
+
+def make_certificate(folder: Path) -> tuple[str, str]:
+    """A self-signed certificate for addresses of this host that tests use, and its key, made once in a folder; their paths."""
+    certificate, key = folder / "server.crt", folder / "server.key"
+    if not certificate.exists():
+        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+        command += ["-addext", "subjectAltName=IP:127.0.0.1,IP:127.0.0.2", "-keyout", str(key), "-out", str(certificate)]
+        subprocess.run(command, check=True, capture_output=True)
+    return str(certificate), str(key)
 
 
 class ClusterProcesses:

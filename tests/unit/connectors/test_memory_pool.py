@@ -23,6 +23,7 @@ from core.kv.connector import TransferOutcome
 from tests.support.memory_pools import give_up_pools, pool_files, pool_holders
 
 OPTIONS = {"capacity_bytes": "2MiB"}
+RECOVERY_HANG_S = 15.0  # three times what is promised, for a machine with other work
 
 
 class Pool:
@@ -96,12 +97,10 @@ def test_pool_whose_only_member_is_stopped_is_done_without_and_joined_once_it_go
     assert node.lookup(chain(1, 8)) == 0
     assert node.save(chain(2, 8)).outcome is TransferOutcome.ERROR
     resume(maker)
-
-    def is_joined() -> bool:
-        node.clock.offset_s += 5.0
-        return node.load(chain(1, 8)).num_blocks_ok == 8
-
-    wait_until(is_joined)
+    started_s = time.monotonic()
+    wait_until(lambda: node.load(chain(1, 8)).num_blocks_ok == 8)
+    print(f"used after {time.monotonic() - started_s:.2f} s")
+    assert time.monotonic() - started_s < RECOVERY_HANG_S
     assert len(pool_files(pool.name, "index")) == 1
 
 

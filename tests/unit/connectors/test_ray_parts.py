@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connectors.ray import directory
 from connectors.ray import messages as ray_messages
 from connectors.ray.connector import RayOptions
 from connectors.registry import create_connector
@@ -50,6 +51,16 @@ def test_ray_messages_come_back_as_they_went() -> None:
     assert ray_messages.unpack_put(ray_messages.pack_put(NAMES[:2], [7, 9], NAMES)) == (NAMES[:2], (7, 9), NAMES)
     status = ray_messages.StoreStatus(1, 2, 3, 4)
     assert ray_messages.unpack_status(b"answer" + ray_messages.pack_status(status)) == status
+
+
+def test_ray_directories_of_two_versions_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names() -> tuple[bytes, str]:
+        return ray_messages.socket_address("127.0.0.1:6379", ""), directory._actor_name("node")
+
+    ours = names()
+    for module in (ray_messages, directory):
+        monkeypatch.setattr(module, "VERSION", ray_messages.VERSION + 1)
+    assert all(our != their for our, their in zip(ours, names(), strict=True))
 
 
 @given(st.binary(max_size=200))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,45 +11,10 @@ import pytest
 from connectors.contract.node import Node, SteppedClock, chain, wait_until
 from connectors.slots.connector import SlotConnector
 from connectors.slots.nvme import create_connector
-from connectors.slots.store import SlotMedium, SlotStore
+from connectors.slots.store import SlotStore
 from core.kv.connector import KVConnector, TransferOutcome
 from core.kv.layout import KVLayout
-
-
-class FaultyMedium(SlotMedium):
-    """A real medium that fails or hangs on demand."""
-
-    def __init__(self, medium: SlotMedium) -> None:
-        self._medium = medium
-        self.needs_neighbours = medium.needs_neighbours
-        self.fault: OSError | None = None
-        self.may_go_on = threading.Event()
-        self.may_go_on.set()
-        self.waiting: list[int] = []  # one item per thread inside
-
-    def _obey(self) -> None:
-        self.waiting.append(1)
-        self.may_go_on.wait(60)
-        self.waiting.pop()
-        if self.fault is not None:
-            raise self.fault
-
-    def read(self, slots: Sequence[int], blocks: Sequence[memoryview]) -> Iterable[bytes]:
-        self._obey()
-        return self._medium.read(slots, blocks)
-
-    def write(self, slots: Sequence[int], headers: Iterable[bytes], blocks: Sequence[memoryview]) -> None:
-        self._obey()
-        self._medium.write(slots, headers, blocks)
-
-    def grow(self, first_slot: int, end_slot: int) -> None:
-        self._medium.grow(first_slot, end_slot)
-
-    def is_intact(self) -> bool:
-        return self._medium.is_intact()
-
-    def close(self) -> None:
-        self._medium.close()
+from tests.support.faulty_medium import FaultyMedium
 
 
 class FaultyNode(Node):

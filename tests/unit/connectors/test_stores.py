@@ -128,13 +128,16 @@ def test_nvme_restarted_full_or_empty_serves_and_recycles(open_node: Opener, is_
         assert node.load(chain(seed, 20)).num_blocks_ok == 20
 
 
-def test_nvme_stores_of_two_versions_in_use_live_side_by_side(open_node: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = open_node("nvme", capacity_bytes=MIB)
+@pytest.mark.parametrize("connector", ["shm", "nvme"])
+def test_stores_of_two_versions_in_use_live_side_by_side(
+    open_node: Opener, connector: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = open_node(connector, capacity_bytes=MIB)
     old.save(chain(1, 8))
     with monkeypatch.context() as patch:
-        patch.setattr("connectors.slots.nvme.FORMAT_VERSION", 99)
+        patch.setattr(f"connectors.slots.{connector}.FORMAT_VERSION", 99)
         patch.setattr("connectors.slots.index_file._MAGIC_AND_VERSION", 99)
-        new = open_node("nvme", capacity_bytes=MIB)
+        new = open_node(connector, capacity_bytes=MIB)
         assert new.lookup(chain(1, 8)) == 0
         new.save(chain(2, 8))
     for node, seed in ((old, 1), (new, 2), (old, 1)):

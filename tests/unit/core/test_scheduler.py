@@ -192,7 +192,10 @@ class TestPriorityAndPreemption:
     def test_schedule_youngest_with_pinned_blocks_waits_and_never_preempts_an_older_one(self) -> None:
         connector = MemoryConnector(is_immediate=False)
         bench = EngineBench(num_blocks=6, block_size=2, connector=connector, max_model_len=12)
-        bench.add("older", unique_prompt(1, 5), max_tokens=6)
+        bench.add("older", unique_prompt(1, 4), max_tokens=6)
+        bench.step()
+        for transfer_id in list(connector.pending):
+            connector.complete(transfer_id)
         bench.add("younger", unique_prompt(2, 6), max_tokens=6)  # fills its three blocks at once; the store reads them
         bench.step()
         bench.step()
@@ -202,7 +205,7 @@ class TestPriorityAndPreemption:
         for transfer_id in list(connector.pending):
             connector.complete(transfer_id)
         bench.run()
-        assert bench.tokens["older"] == oracle_tokens(unique_prompt(1, 5), 6)
+        assert bench.tokens["older"] == oracle_tokens(unique_prompt(1, 4), 6)
         assert bench.tokens["younger"] == oracle_tokens(unique_prompt(2, 6), 6)
         bench.assert_nothing_leaked()
 
@@ -451,6 +454,20 @@ class TestExternalHits:
         assert bench.tokens["r"] == oracle_tokens(prompt, 1)
         assert bench.num_cached_tokens["r"] == 0
 
+    def test_lookup_is_not_waited_for_longer_than_computing_takes(self) -> None:
+        connector = MemoryConnector(self._store_with(unique_prompt(1, 40)))
+        connector.is_lookup_known = False
+        bench = EngineBench(num_blocks=20, block_size=16, connector=connector, lookup_timeout_s=60.0)
+        bench.engine._ledger.cost.observe_prefill(40, 0.0, 2.0)
+        bench.add("r", unique_prompt(1, 40), max_tokens=1)
+        bench.step()
+        bench.clock.advance(1.9)
+        bench.step()
+        assert bench.engine.stats.num_waiting == 1
+        bench.clock.advance(0.1)
+        bench.step()
+        assert bench.tokens["r"] == oracle_tokens(unique_prompt(1, 40), 1)
+
     def test_prefill_stage_samples_one_token_and_reports_done_after_saves(self) -> None:
         connector = MemoryConnector(is_immediate=False)
         bench = EngineBench(num_blocks=20, block_size=16, connector=connector, max_num_batched_tokens=32)
@@ -494,6 +511,42 @@ class TestExternalHits:
             connector.complete(transfer_id)
         bench.run()
         assert bench.prefill_done == ["r"]
+
+    def test_prefill_stage_store_that_hangs_is_waited_for_as_long_as_computing_takes(self) -> None:
+        connector = MemoryConnector(is_immediate=False)
+        bench = EngineBench(num_blocks=20, block_size=16, connector=connector)
+        bench.engine._ledger.cost.observe_prefill(40, 0.0, 2.0)
+        bench.add("r", unique_prompt(1, 40), max_tokens=50, stage=PREFILL)
+        bench.step()
+        bench.clock.advance(0.8)
+        bench.step()
+        assert bench.prefill_done == []
+        bench.clock.advance(0.2)
+        bench.step()
+        assert bench.prefill_done == ["r"], "the decode node computes it sooner than this store stores it"
+        for transfer_id in list(connector.pending):
+            connector.complete(transfer_id)
+        bench.run()
+        bench.assert_nothing_leaked()
+
+    def test_loads_that_hang_leave_room_to_compute_the_same_prompts(self) -> None:
+        prompts = [unique_prompt(number, 60) for number in range(1, 13)]  # more blocks than the pool has
+        store = self._store_with(prompts[0])
+        for prompt in prompts[1:]:
+            store.blocks.update(self._store_with(prompt).blocks)
+        connector = MemoryConnector(store, is_immediate=False)
+        bench = EngineBench(num_blocks=32, block_size=16, connector=connector, kv_load_timeout_s=0.05)
+        for number, prompt in enumerate(prompts):
+            bench.add(f"r{number}", prompt, max_tokens=2)
+        for _ in range(200):  # no load ever ends, and neither does a save
+            bench.step()
+        assert [bench.tokens[f"r{number}"] for number in range(12)] == [oracle_tokens(prompt, 2) for prompt in prompts]
+        assert connector.pending
+        connector.is_immediate = True
+        for transfer_id in list(connector.pending):
+            connector.complete(transfer_id)
+        bench.run()
+        bench.assert_nothing_leaked()
 
     def test_prefill_stage_local_hit_is_saved_again_for_the_handoff(self) -> None:
         connector = MemoryConnector()

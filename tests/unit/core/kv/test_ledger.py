@@ -16,9 +16,9 @@ TIMEOUT_S = 10.0
 class LedgerBench:
     """A ledger over a connector whose completions the test controls; blocks 0 to 3 are in use by a request."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, always_load: bool = False, num_blocks: int = 64) -> None:
         self.connector = MemoryConnector(is_immediate=False)
-        self.pool = BlockPool(16)
+        self.pool = BlockPool(num_blocks)
         self.clock = VirtualClock()
         self.stats = EngineStats()
         self.ledger = TransferLedger(
@@ -30,6 +30,7 @@ class LedgerBench:
             block_bytes=1024,
             load_timeout_s=TIMEOUT_S,
             save_timeout_s=TIMEOUT_S,
+            always_load=always_load,
         )
         blocks = self.pool.try_allocate(4)
         assert blocks is not None
@@ -127,3 +128,70 @@ def test_ledger_released_save_gives_its_blocks_back_and_is_awaited_until_its_res
     (end,) = bench.ledger.poll()
     assert (end.num_blocks_ok, bench.ledger.num_saves_of("request")) == (4, 0)
     assert bench.pool.num_references() == before - len(HASHES)
+
+
+def test_ledger_load_is_given_up_when_computing_would_have_been_done_by_then() -> None:
+    bench = LedgerBench()
+    assert bench.ledger.patience_s(16, 0) == float("inf"), "nothing is known of computing yet"
+    bench.ledger.cost.observe_prefill(16, 0.0, 2.0)
+    bench.load()
+    bench.clock.advance(1.9)
+    assert bench.ledger.poll() == []
+    bench.clock.advance(0.1)
+    (end,) = bench.ledger.poll()
+    assert (end.num_blocks_ok, end.outcome) == (0, TransferOutcome.TIMEOUT)
+    assert bench.ledger.patience_s(1, 0) == 0.5, "a store that is well may be a little late, however short the prompt"
+
+
+def test_ledger_load_that_is_wanted_in_any_case_has_all_its_time() -> None:
+    bench = LedgerBench(always_load=True)
+    bench.ledger.cost.observe_prefill(16, 0.0, 2.0)
+    bench.load()
+    bench.clock.advance(TIMEOUT_S - 0.1)
+    assert bench.ledger.poll() == []
+
+
+def test_ledger_saves_that_never_end_pin_half_of_the_pool_at_most_and_fewer_once_they_are_late() -> None:
+    bench = LedgerBench(num_blocks=32)
+    for _ in range(4):
+        last = bench.save()
+    assert bench.ledger.start_save("request", bench.block_ids, HASHES) is None
+    assert bench.ledger.num_pins == 16
+    assert bench.stats.transfer_blocks == {"save.declined": 4}
+    assert bench.ledger.has_room(TransferDirection.LOAD, 32), "nothing is being loaded"
+    bench.end(last, 4, TransferOutcome.OK)
+    bench.ledger.poll()
+    bench.clock.advance(3.0)
+    assert bench.ledger.start_save("request", bench.block_ids, HASHES) is None
+    for transfer_id in range(1, last):
+        bench.end(transfer_id, 4, TransferOutcome.OK)
+    bench.ledger.poll()
+    assert bench.save()
+
+
+def test_ledger_load_that_ends_after_it_was_given_up_teaches_that_the_store_is_slow() -> None:
+    bench = LedgerBench()
+    bench.ledger.cost.observe_prefill(16, 0.0, 2.0)
+    transfer_id = bench.load()
+    bench.clock.advance(2.0)
+    bench.ledger.poll()
+    bench.clock.advance(0.1)
+    bench.end(transfer_id, 0, TransferOutcome.TIMEOUT)
+    bench.ledger.poll()
+    assert not bench.stats.circuit_is_open
+    assert not bench.ledger.should_load(4, 0)
+
+
+def test_ledger_load_that_stays_silent_opens_the_circuit_and_teaches_nothing() -> None:
+    bench = LedgerBench()
+    bench.ledger.cost.observe_prefill(16, 0.0, 2.0)
+    transfer_id = bench.load()
+    for _ in range(2):
+        assert not bench.stats.circuit_is_open
+        bench.clock.advance(2.0)
+        bench.ledger.poll()
+    assert bench.stats.circuit_is_open
+    bench.clock.advance(30.0)
+    bench.end(transfer_id, 0, TransferOutcome.TIMEOUT)
+    bench.ledger.poll()
+    assert bench.ledger.should_load(4, 0), "it hung, which says nothing of how fast it is when it does not"
