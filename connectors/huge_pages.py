@@ -7,13 +7,16 @@ shared memory of their own accord (shmem_enabled), but do when asked (MADV_COLLA
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
+import time
 
 import numpy as np
 import numpy.typing as npt
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
+_STEP_BYTES = 8 * HUGE_PAGE_BYTES
 _MADV_COLLAPSE = 25  # of Linux' mman.h; the mmap module has no name for it
 _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -40,14 +43,20 @@ def replace_mapping(address: int, num_bytes: int, descriptor: int, protection: i
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def collapse(memory: npt.NDArray[np.uint8]) -> bool:
-    """Move memory to huge pages, those without content included as long as there is some in each; whether that was done.
+def collapse(memory: npt.NDArray[np.uint8], timeout_s: float = math.inf) -> bool:
+    """Move memory to huge pages, those without content included as long as there is some in each; whether all was moved.
 
-    A millisecond for each, or so. Others may use the memory meanwhile."""
+    A millisecond for each, or so, and many where the system has to make room for them first: what is not done in time stays as
+    it is. Others may use the memory meanwhile."""
+    libc, deadline_s = _libc(), time.monotonic() + timeout_s
     address = memory.ctypes.data
-    start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    num_bytes = (address + len(memory) - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    return num_bytes > 0 and _libc().madvise(start, num_bytes, _MADV_COLLAPSE) == 0
+    start, end = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, (address + len(memory)) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    is_done = True
+    while start < end and time.monotonic() < deadline_s:
+        num_bytes = min(_STEP_BYTES, end - start)
+        is_done &= libc.madvise(start, num_bytes, _MADV_COLLAPSE) == 0
+        start += num_bytes
+    return is_done and start >= end
 
 
 def _libc() -> ctypes.CDLL:

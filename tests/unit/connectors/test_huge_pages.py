@@ -46,5 +46,7 @@ def test_huge_pages_file_that_is_too_small_is_refused(descriptor: int) -> None:
             map_file(descriptor, num_bytes)
 
 
-def test_huge_pages_less_than_one_is_left_as_it_is(descriptor: int) -> None:
-    assert not collapse(map_file(descriptor, NUM_BYTES, is_writable=True)[:5000])
+def test_huge_pages_collapse_that_has_no_time_left_says_so(descriptor: int) -> None:
+    memory = map_file(descriptor, NUM_BYTES, is_writable=True)
+    assert not collapse(memory, timeout_s=0.0)
+    assert collapse(memory[:5000], timeout_s=0.0)  # less than one: nothing to be done
