@@ -54,16 +54,20 @@ def pack_block_header(layout_fingerprint: bytes, block_hash: bytes, payload: Pay
 
     Lets go of the GIL while it reads a large payload.
     """
-    fields = _FIELDS.pack(
-        _MAGIC, version, BLOCK_HEADER_BYTES, layout_fingerprint, block_hash, len(payload), xxhash.xxh3_64_intdigest(payload)
-    )
-    return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+    return _pack(version, layout_fingerprint, block_hash, len(payload), xxhash.xxh3_64_intdigest(payload))
 
 
 def read_block_header(header: bytes) -> BlockHeader | None:
     """What a header says; None when it is damaged, of another version, or was never written."""
-    fields = _unpack(header)
-    return None if fields is None else BlockHeader(*fields)
+    if len(header) != BLOCK_HEADER_BYTES:
+        return None
+    fields = header[: _FIELDS.size]
+    if _CHECKSUM.unpack_from(header, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(fields):
+        return None
+    magic, version, header_bytes, fingerprint, block_hash, payload_bytes, checksum = _FIELDS.unpack(fields)
+    if magic != _MAGIC or version not in (PLAIN_VERSION, CODED_VERSION) or header_bytes != BLOCK_HEADER_BYTES:
+        return None
+    return BlockHeader(version, fingerprint, block_hash, payload_bytes, checksum)
 
 
 def check_block(
@@ -78,29 +82,19 @@ def check_block(
     """Whether header and payload are what was stored under block_hash. Both must be the reader's own copy, because a store
     may recycle the place at any moment; a header of the wrong length is CORRUPT. payload_checksum: the payload's xxh3_64, if the
     reader has computed it while the bytes came."""
-    if header == _NEVER_WRITTEN:
-        return BlockCheck.MISS
-    fields = _unpack(header)
-    if fields is None:
-        return BlockCheck.CORRUPT
-    stored_version, stored_fingerprint, stored_hash, payload_bytes, checksum = fields
-    if stored_fingerprint != layout_fingerprint or stored_hash != block_hash or stored_version != version:
-        return BlockCheck.MISS
     if payload_checksum is None:
         payload_checksum = xxhash.xxh3_64_intdigest(payload)
-    if payload_bytes != len(payload) or checksum != payload_checksum:
+    if header == _pack(version, layout_fingerprint, block_hash, len(payload), payload_checksum):  # the quickest way to know
+        return BlockCheck.OK
+    if header == _NEVER_WRITTEN:
+        return BlockCheck.MISS
+    found = read_block_header(header)
+    if found is None:
         return BlockCheck.CORRUPT
-    return BlockCheck.OK
+    is_wanted = (found.version, found.layout_fingerprint, found.block_hash) == (version, layout_fingerprint, block_hash)
+    return BlockCheck.CORRUPT if is_wanted else BlockCheck.MISS
 
 
-def _unpack(header: bytes) -> tuple[int, bytes, bytes, int, int] | None:
-    """The fields of a BlockHeader: a tuple, because every block of every load comes by here."""
-    if len(header) != BLOCK_HEADER_BYTES:
-        return None
-    fields = header[: _FIELDS.size]
-    if _CHECKSUM.unpack_from(header, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(fields):
-        return None
-    magic, version, header_bytes, fingerprint, block_hash, payload_bytes, checksum = _FIELDS.unpack(fields)
-    if magic != _MAGIC or version not in (PLAIN_VERSION, CODED_VERSION) or header_bytes != BLOCK_HEADER_BYTES:
-        return None
-    return version, fingerprint, block_hash, payload_bytes, checksum
+def _pack(version: int, layout_fingerprint: bytes, block_hash: bytes, payload_bytes: int, checksum: int) -> bytes:
+    fields = _FIELDS.pack(_MAGIC, version, BLOCK_HEADER_BYTES, layout_fingerprint, block_hash, payload_bytes, checksum)
+    return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))

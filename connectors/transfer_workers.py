@@ -46,7 +46,7 @@ class TransferWorkers:
         self._jobs: deque[Callable[[], None]] = deque()
         self._in_flight: dict[int, tuple[Transfer, float]] = {}  # with the time of its start
         self._results: deque[TransferResult] = deque()
-        self._has_background = False
+        self._background_at_s: float | None = None  # of time.monotonic(); None: not asked for
         self._num_idle = 0
         self._threads: list[threading.Thread] = []
         self.is_closing = False
@@ -92,11 +92,12 @@ class TransferWorkers:
             results.append(self._results.popleft())
         return results
 
-    def request_background(self) -> None:
-        """Have an idle worker call background()."""
-        if not self._has_background:
+    def request_background(self, after_s: float = 0.0) -> None:
+        """Have an idle worker call background(), so much later: work that can wait must not delay the next transfer."""
+        at_s, asked_s = time.monotonic() + after_s, self._background_at_s
+        if asked_s is None or at_s < asked_s:
             with self._wakeup:
-                self._has_background = True
+                self._background_at_s = at_s
                 self._wakeup.notify()
 
     def should_stop(self, transfer: Transfer) -> TransferOutcome | None:
@@ -166,16 +167,20 @@ class TransferWorkers:
     def _run(self) -> None:
         while True:
             with self._wakeup:
-                while not (self._jobs or self._queue or self._has_background or self.is_closing):
+                while not (self._jobs or self._queue or self.is_closing):
+                    asked_s = self._background_at_s
+                    left_s = None if asked_s is None else asked_s - time.monotonic()
+                    if left_s is not None and left_s <= 0.0:
+                        break
                     self._num_idle += 1
-                    self._wakeup.wait()
+                    self._wakeup.wait(left_s)
                     self._num_idle -= 1
                 job = self._jobs.popleft() if self._jobs else None
                 transfer = self._queue.popleft() if job is None and self._queue else None
                 if job is None and transfer is None:
                     if self.is_closing:
                         return
-                    self._has_background = False
+                    self._background_at_s = None
             if job is not None:
                 job()
             elif transfer is not None:

@@ -15,6 +15,7 @@ import msgspec
 from core.sampling_params import SamplingParams
 from core.step import TokenLogprob
 from router.detokenizer import Detokenizer
+from router.flow_actions import Deliver
 from router.openai_protocol import (
     UNSET,
     AssistantDelta,
@@ -35,7 +36,6 @@ from router.openai_protocol import (
     UnsetType,
     Usage,
 )
-from router.request_flow import Deliver
 from router.request_validation import GenerationPlan
 from router.tokenizer import Tokenizer
 

@@ -23,6 +23,7 @@ from core.errors import InvalidInputError, RequestFailedError
 from router.answers import AnswerFormat, ChatAnswers, ChoiceDelta, CompletionAnswers, RunningChoice, sum_usage
 from router.api_keys import tenant_cache_salt
 from router.chat_template import ChatTemplate
+from router.flow_actions import Deliver, Fail, RequestSpec
 from router.openai_protocol import (
     UNSET,
     ChatMessage,
@@ -34,7 +35,6 @@ from router.openai_protocol import (
     Usage,
     decode_body,
 )
-from router.request_flow import Deliver, Fail, RequestSpec
 from router.request_validation import (
     GenerationPlan,
     ModelLimits,

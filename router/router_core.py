@@ -35,10 +35,11 @@ from core.wire.messages import (
 )
 from core.wire.numbering import Arrival
 from core.wire.warning_limit import WarningLimit
+from router.flow_actions import Action, Count, Deliver, Dispatch, Fail, Release, RequestSpec
 from router.metrics import RouterMetrics
 from router.policy import Placer
 from router.registry import HeartbeatOutcome, NodeRegistry, NodeState
-from router.request_flow import Action, Count, Deliver, Dispatch, Fail, Release, RequestFlow, RequestSpec
+from router.request_flow import RequestFlow
 
 logger = logging.getLogger("kvrelay.router")
 

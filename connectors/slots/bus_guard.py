@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from connectors.slots.libc_memory import MAP_ANONYMOUS, MAP_FIXED, MAP_PRIVATE, PROT_READ_WRITE, map_memory
+
 logger = logging.getLogger(__name__)
 
 _IS_SUPPORTED = sys.platform == "linux" and struct.calcsize("P") == 8
 _SA_SIGINFO = 4
 _SI_ADDR_OFFSET = 16  # of siginfo_t on 64 bits
-_PROT_READ_WRITE, _MAP_PRIVATE_FIXED_ANONYMOUS = 3, 0x02 | 0x10 | 0x20
 _HANDLER_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
@@ -92,8 +93,6 @@ class _BusGuard:
 
     def _install(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
         self._action.handler = ctypes.cast(self._callback, ctypes.c_void_p).value
         self._action.flags = _SA_SIGINFO
         if libc.sigaction(int(signal.SIGBUS), ctypes.byref(self._action), ctypes.byref(self._previous)) != 0:
@@ -107,7 +106,7 @@ class _BusGuard:
             if region.start <= address < region.end:
                 page = address // mmap.PAGESIZE * mmap.PAGESIZE
                 num_bytes = region.end - page  # a file that is cut here has nothing behind it either
-                placed = self._libc.mmap(page, num_bytes, _PROT_READ_WRITE, _MAP_PRIVATE_FIXED_ANONYMOUS, -1, 0)
+                placed = map_memory(page, num_bytes, PROT_READ_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS, -1, 0)
                 if placed == page:
                     region.is_hit = True
                     return

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 _MAX_PIECE_BLOCKS = 256  # two buffers each, below the kernel's limit of 1024 per call
 _REOPEN_PAUSE_S = 1.0
 _CLOSE_MUTEX_TIMEOUT_S = 1.0
+_TELL_USES_AFTER_S = 0.05  # unless a change of the index tells them before
 _MAX_PINS = 1024
 _MAX_INLINE_CHANGES = 256  # applied within a lookup; more would take longer than a lookup may
 _CONFIGURATION_FAULTS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL)
@@ -234,7 +235,7 @@ class SlotConnector(QueuedConnector):
         if self.touches_loaded:
             chain = self._chains.note_transfer(transfer.request_id, names[:num_ok])
             index.touch_later([*chain, *names[:num_ok]], names[:num_ok])
-            self._workers.request_background()
+            self._workers.request_background(_TELL_USES_AFTER_S)
         outcome, detail = TransferOutcome.OK, ""
         if num_ok < len(names):
             outcome, detail = self._reason(transfer, progress, num_ok)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from connectors.slots.index_file import DEPTH, HASH_LOW, LAST_USE, PARENT, Words
+from connectors.slots.index_file import DEPTH, HASH_LOW, LAST_USE, PARENT, Words, hashes_of
 from core.errors import ConfigError
 
 # The word LAST_USE: | 2 bits 0 | used again | pinned | 60 bits: the tick |
@@ -48,19 +48,19 @@ class EvictionPolicy(ABC):
         """Whether what is left of the last order should not be followed any further."""
         return False
 
-    def allows(self, records: Words, slot: int, taken: Set[int]) -> bool:
-        """Whether this slot of the last order, unchanged since, may be evicted after those in taken."""
-        return True
+    def allowed(self, records: Words, slots: Sequence[int], taken: Set[int]) -> Sequence[int]:
+        """Those of the next slots of the last order, unchanged since, that may be evicted after those in taken."""
+        return slots
 
     def note_missing(self, block_hashes: Iterable[bytes]) -> None:  # noqa: B027 - most policies learn nothing from it
         """Blocks that are about to be stored."""
 
-    def take_frequent(self, block_hash: bytes) -> bool:
-        """Whether a block that is now stored had been used more than once before it was evicted."""
-        return False
+    def take_frequent(self, block_hashes: Iterable[bytes]) -> Sequence[bytes]:
+        """Those of the blocks, which are now stored, that had been used more than once before they were evicted."""
+        return ()
 
-    def note_evicted(self, block_hash: bytes, is_frequent: bool) -> None:  # noqa: B027
-        """A block was evicted by this process."""
+    def note_evicted(self, records: Words, slots: Sequence[int]) -> None:  # noqa: B027
+        """The blocks in these slots are evicted by this process."""
 
 
 class LeastRecentlyUsed(EvictionPolicy):
@@ -86,11 +86,15 @@ class LeavesFirst(EvictionPolicy):
                 break
         return np.asarray(found, dtype=np.int64)
 
-    def allows(self, records: Words, slot: int, taken: Set[int]) -> bool:
-        # A follower that came since has touched this block. One that was to go first may have been kept.
-        name = records[slot, HASH_LOW]
-        followers = self._followers_by_slot.get(slot, ())
-        return all(follower in taken or records[follower, PARENT] != name for follower in followers)
+    def allowed(self, records: Words, slots: Sequence[int], taken: Set[int]) -> Sequence[int]:
+        # A follower that came since has touched its block. One that was to go first may have been kept.
+        evicted: dict[int, None] = {}
+        for slot in slots:
+            name = records[slot, HASH_LOW]
+            followers = self._followers_by_slot.get(slot, ())
+            if all(follower in taken or follower in evicted or records[follower, PARENT] != name for follower in followers):
+                evicted[slot] = None
+        return list(evicted)
 
 
 @dataclass(slots=True)
@@ -149,16 +153,21 @@ class AdaptiveReplacement(EvictionPolicy):
                 continue
             self._returning.add(block_hash)
 
-    def take_frequent(self, block_hash: bytes) -> bool:
-        is_returning = block_hash in self._returning
-        self._returning.discard(block_hash)
-        return is_returning
+    def take_frequent(self, block_hashes: Iterable[bytes]) -> Sequence[bytes]:
+        returning = [name for name in block_hashes if name in self._returning]
+        self._returning.difference_update(returning)
+        return returning
 
-    def note_evicted(self, block_hash: bytes, is_frequent: bool) -> None:
-        ghosts = self._frequent_ghosts if is_frequent else self._recent_ghosts
-        ghosts[block_hash] = None
-        while len(ghosts) > min(self.num_slots, _MAX_GHOSTS):
-            del ghosts[next(iter(ghosts))]
+    def note_evicted(self, records: Words, slots: Sequence[int]) -> None:
+        evicted = records[list(slots)]
+        is_frequent = (evicted[:, LAST_USE] & np.uint64(FREQUENT)) != 0
+        for ghosts, names in (
+            (self._frequent_ghosts, hashes_of(evicted[is_frequent])),
+            (self._recent_ghosts, hashes_of(evicted[~is_frequent])),
+        ):
+            ghosts.update(dict.fromkeys(names))
+            while len(ghosts) > min(self.num_slots, _MAX_GHOSTS):
+                del ghosts[next(iter(ghosts))]
         if len(self._returning) > _MAX_GHOSTS:  # reserved, but never stored
             self._returning.clear()
 

@@ -7,6 +7,7 @@ take back. Reading the medium needs no pin: whoever copies a slot verifies heade
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections import deque
@@ -132,11 +133,11 @@ class SlotIndex:
         """
         with self._changing():
             are_ours = self._are_ours(list(written.values()))
-            ours = {name: slot for (name, slot), is_ours in zip(written.items(), are_ours, strict=True) if is_ours}
-            losers = [slot for name, slot in ours.items() if name in self.mirror]
-            winners = {name: slot for name, slot in ours.items() if name not in self.mirror}
+            ours = written if all(are_ours) else dict(itertools.compress(written.items(), are_ours))
+            winners = {name: ours[name] for name in self.mirror.missing(ours)}
             self._write_records(list(winners.values()), SlotState.STORED, list(winners), _links(chain, list(winners)))
-            self._free(losers)
+            if len(winners) < len(ours):
+                self._free([slot for name, slot in ours.items() if name not in winners])
             self.mirror.refresh(is_locked=True)
             self.recency.touch(chain, hits)
             self.recency.note_stored(winners)
@@ -297,11 +298,11 @@ class SlotIndex:
             logger.info("repaired the slot index: %d torn records", len(torn))
 
     def _write_records(
-        self, slots: Sequence[int], state: SlotState, block_hashes: Sequence[bytes], links: Sequence[tuple[int, int]] = ()
+        self, slots: Sequence[int], state: SlotState, block_hashes: Sequence[bytes], links: Words | None = None
     ) -> None:
         """Give slots a new state. Order matters for readers without the lock: records, then the ring, then the counter.
 
-        links: PARENT and DEPTH of each.
+        links, [n, 2]: PARENT and DEPTH of each.
         """
         if not slots:
             return
@@ -312,8 +313,8 @@ class SlotIndex:
         records[:, HASH_LOW : HASH_HIGH + 1] = np.frombuffer(b"".join(block_hashes), dtype=np.uint64).reshape(-1, 2)
         records[:, SEQUENCE] = sequences
         records[:, LAST_USE] = self.file.records[where, LAST_USE] & np.uint64(TICK_MASK)
-        if links:
-            records[:, [PARENT, DEPTH]] = np.asarray(links, dtype=np.uint64)
+        if links is not None:
+            records[:, PARENT : DEPTH + 1] = links
         records[:, CHECKSUM] = record_checksums(records)
         self.file.records[where] = records
         self.file.recent_changes[(sequences % np.uint64(NUM_RECENT_CHANGES)).astype(np.int64)] = where
@@ -432,14 +433,18 @@ def _are_possible(records: Words) -> npt.NDArray[np.bool_]:
     return possible
 
 
-def _links(chain: Sequence[bytes], names: Sequence[bytes]) -> list[tuple[int, int]]:
-    """For each of `names`, HASH_LOW of the block before it in the chain and its position there, from 1; (0, 0): not in it."""
-    position_by_name = {name: position for position, name in reversed(list(enumerate(chain)))}
-    links = []
-    for name in names:
-        position = position_by_name.get(name, -1)
-        parent = int.from_bytes(chain[position - 1][:8], "little") if position > 0 else 0
-        links.append((parent, position + 1))
+def _links(chain: Sequence[bytes], names: Sequence[bytes]) -> Words:
+    """For each of `names`, HASH_LOW of the block before it in the chain and its position there, from 1; 0, 0: not in it."""
+    words: Words = np.zeros(len(chain) + 1, dtype=np.uint64)  # word i: of the block before the one at position i
+    words[1:] = np.frombuffer(b"".join(chain), dtype=np.uint64)[::2]
+    first = chain.index(names[0]) if names and names[0] in chain else 0
+    if [*names] == [*chain[first : first + len(names)]]:  # a prefix' continuation, as nearly always
+        positions: Sequence[int] = range(first, first + len(names))
+    else:
+        position_by_name = {name: position for position, name in reversed(list(enumerate(chain)))}
+        positions = [position_by_name.get(name, -1) for name in names]
+    depths = np.asarray(positions, dtype=np.int64) + 1
+    links: Words = np.stack([words[np.maximum(depths - 1, 0)], depths.astype(np.uint64)], axis=1)
     return links
 
 

@@ -27,6 +27,7 @@ MAX_COUNTER = 2**62  # a larger one is damage
 MAX_LEASES = 2**31
 MAX_SLOT_BYTES = 2**40
 RECORD_BYTES = 64
+HASH_BYTES = 16
 FORMAT_VERSION = 1  # of index and slots; of whatever a process of another version would misread
 USE_TIMES = range(64, 512)  # words of the header, for connectors/slots/use_times.py
 _HEADER_BYTES = 4096
@@ -61,9 +62,15 @@ class SlotState(enum.IntEnum):
 
 def record_checksums(records: Words) -> Words:
     """The checksums, [n], that the given records, [n, 8], should carry. An all-zero record is a valid FREE one."""
-    total = (records * _MULTIPLIERS).sum(axis=1, dtype=np.uint64)
+    total = records @ _MULTIPLIERS
     mixed: Words = total ^ (total >> np.uint64(32))
     return mixed
+
+
+def hashes_of(records: Words) -> list[bytes]:
+    """Block hashes of records, [n, 8]."""
+    packed = records[:, HASH_LOW : HASH_HIGH + 1].tobytes()
+    return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]
 
 
 class _HeaderWord:

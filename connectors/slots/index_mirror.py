@@ -22,11 +22,10 @@ from connectors.slots.index_file import (
     STATE_AND_OWNER,
     IndexFile,
     SlotState,
-    Words,
+    hashes_of,
     record_checksums,
 )
 
-_HASH_BYTES = 16
 _RESCAN_RECORDS = 16384  # per numpy call, so that other threads get the GIL in between
 
 
@@ -167,12 +166,6 @@ class IndexMirror:
         if sequences is not None:
             late = np.flatnonzero((records[:, SEQUENCE].astype(np.int64) < sequences) & is_slot)
             self._num_changes_seen = int(sequences[late[0]] - 1 if len(late) else sequences[-1])
-
-
-def hashes_of(records: Words) -> list[bytes]:
-    """Block hashes of records, [n, 8]."""
-    packed = records[:, HASH_LOW : HASH_HIGH + 1].tobytes()
-    return [packed[start : start + _HASH_BYTES] for start in range(0, len(packed), _HASH_BYTES)]
 
 
 def sequences_of(file: IndexFile, slots: Sequence[int], block_hashes: Sequence[bytes]) -> list[int]:

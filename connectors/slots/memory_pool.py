@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from connectors.slots.huge_page_mapping import HugePageMapping
 from connectors.slots.index_file import IndexFile, read_index_identity, write_empty_index
 from connectors.slots.store import HEADER_PAGE_BYTES, SlotLayout, SlotMedium, StoredLayout, slot_bytes
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.errors import ConnectorError
-from core.kv.layout import PAGE_BYTES
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -116,7 +115,7 @@ class MemoryMedium(SlotMedium):
     """The mapped slots."""
 
     needs_neighbours = False
-    piece_bytes = 1024 * 1024  # threads that end at the same time matter more than the cost of a piece
+    piece_bytes = 4 * 1024 * 1024  # threads that end at the same time matter more than the cost of a piece
 
     def __init__(self, descriptor: int, layout: SlotLayout, num_slots: int) -> None:
         """Raises OSError, or ConnectorError where the memory is not what create() makes."""
@@ -126,9 +125,8 @@ class MemoryMedium(SlotMedium):
         is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() == _seals()
         if not is_sealed or os.fstat(descriptor).st_size != self._num_bytes:
             raise ConnectorError("a pool of other processes is not sealed, or not as large as its index says")
-        mapping = mmap.mmap(descriptor, self._num_bytes)
-        self._bytes: _Bytes = np.frombuffer(mapping, dtype=np.uint8)
-        by_slot = self._bytes.reshape(num_slots, self._slot_bytes)
+        self._mapping = HugePageMapping(descriptor, self._num_bytes)
+        by_slot = self._mapping.bytes.reshape(num_slots, self._slot_bytes)
         self._headers: _Bytes = by_slot[:, :BLOCK_HEADER_BYTES]
         self._payloads: _Bytes = by_slot[:, HEADER_PAGE_BYTES : HEADER_PAGE_BYTES + layout.block_bytes]
         self._num_touched_bytes = 0
@@ -154,17 +152,14 @@ class MemoryMedium(SlotMedium):
         return True
 
     def prepare(self, num_ready_slots: int) -> bool:
-        """Touch what comes next: a page's first use costs ten times its copy, and several times for the second process.
-
-        Reading is enough for pages of shared memory. Numpy lets go of the GIL for max(), and not for sum().
-        """
+        """Touch what comes next: a page's first use costs ten times its copy, and several times for the second process."""
         first = self._num_touched_bytes
         self._num_touched_bytes = min(self._num_bytes, first + _TOUCH_BYTES)
-        self._bytes[first : self._num_touched_bytes : PAGE_BYTES].max(initial=0)
+        self._mapping.populate(first, self._num_touched_bytes)
         return self._num_touched_bytes < self._num_bytes
 
     def close(self) -> None:
-        del self._bytes, self._headers, self._payloads  # the mapping ends with the last array on it
+        del self._mapping, self._headers, self._payloads  # the mapping ends with the last array on it
 
 
 def _new_memfd(name: str) -> int:

@@ -5,6 +5,7 @@ All of it is hints in the records' LAST_USE, shared by the processes of a store.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from connectors.slots.eviction_policy import FREQUENT, PINNED, TICK_MASK, Slots, counts_as_another_use, create_eviction_policy
-from connectors.slots.index_file import HASH_LOW, LAST_USE, PARENT, STATE_AND_OWNER, IndexFile, SlotState
-from connectors.slots.index_mirror import IndexMirror, hashes_of
+from connectors.slots.index_file import HASH_LOW, LAST_USE, PARENT, STATE_AND_OWNER, IndexFile, SlotState, hashes_of
+from connectors.slots.index_mirror import IndexMirror
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +36,9 @@ class SlotRecency:
     def touch(self, chain: Sequence[bytes], hits: Iterable[bytes]) -> None:
         """Mark blocks as just used, and hits as used again where the use before was long enough ago."""
         records = self._file.records
-        hit_slots = np.asarray(self._mirror.slots_of(hits), dtype=np.int64)
-        is_another_use = counts_as_another_use(records[hit_slots, LAST_USE], self._file.tick, self._file.num_slots)
-        self._mark(hit_slots[is_another_use].tolist(), FREQUENT)
+        if hit_slots := self._mirror.slots_of(hits):
+            is_another_use = counts_as_another_use(records[hit_slots, LAST_USE], self._file.tick, self._file.num_slots)
+            self._mark(list(itertools.compress(hit_slots, is_another_use.tolist())), FREQUENT)
         slots = np.asarray(self._mirror.slots_of(chain), dtype=np.int64)
         newest = self._file.tick + len(slots)
         ticks = np.arange(newest, newest - len(slots), -1).astype(np.uint64) & np.uint64(TICK_MASK)
@@ -50,7 +51,7 @@ class SlotRecency:
 
     def note_stored(self, slot_by_hash: Mapping[bytes, int]) -> None:
         """These are stored now, and touched."""
-        self._mark([slot for name, slot in slot_by_hash.items() if self._policy.take_frequent(name)], FREQUENT)
+        self._mark([slot_by_hash[name] for name in self._policy.take_frequent(slot_by_hash)], FREQUENT)
         if self._pinned_names:
             self._mark_pinned([slot for name, slot in slot_by_hash.items() if name in self._pinned_names])
 
@@ -111,17 +112,14 @@ class SlotRecency:
                 self._find_victims(num_wanted - len(taken), taken | protected)
                 continue
             found = [self._victims.popleft() for _ in range(min(num_wanted - len(taken), len(self._victims)))]
-            records = self._file.records[[slot for slot, _ in found]]
-            is_stored, last_uses = (records[:, STATE_AND_OWNER] == SlotState.STORED).tolist(), records[:, LAST_USE].tolist()
-            for (slot, last_use), name, stored, use_now in zip(found, hashes_of(records), is_stored, last_uses, strict=True):
-                if (
-                    stored
-                    and use_now == last_use
-                    and slot not in protected
-                    and self._policy.allows(self._file.records, slot, taken)
-                ):
-                    taken.add(slot)
-                    self._policy.note_evicted(name, bool(last_use & FREQUENT))
+            slots, last_uses = zip(*found, strict=True)
+            records = self._file.records[list(slots)]
+            is_unchanged = records[:, STATE_AND_OWNER] == SlotState.STORED
+            is_unchanged &= records[:, LAST_USE] == np.asarray(last_uses, dtype=np.uint64)
+            unchanged = [slot for slot in itertools.compress(slots, is_unchanged.tolist()) if slot not in protected]
+            evicted = self._policy.allowed(self._file.records, unchanged, taken)
+            taken.update(evicted)
+            self._policy.note_evicted(self._file.records, evicted)
         self.num_evictions += len(taken) - num_before
 
     def coldest_runs(self, num_wanted: int) -> list[list[bytes]]:

@@ -25,10 +25,14 @@ class UseTimes:
 
     def __init__(self, file: IndexFile) -> None:
         self._words = file.header[USE_TIMES.start : USE_TIMES.stop].reshape(-1, 2)
+        self._noted_s = 0
 
     def note(self, tick_before: int, tick: int) -> None:
         """The count of uses went from tick_before to tick just now. Cheap where the last pair is young."""
         now_s = int(time.time())
+        if now_s == self._noted_s:
+            return
+        self._noted_s = now_s
         num_pairs = int(np.argmin(self._words[:, 1])) if self._words[-1, 1] == 0 else _MAX_PAIRS
         last_tick, last_s = (int(word) for word in self._words[num_pairs - 1]) if num_pairs else (-1, 0)
         if tick == last_tick or (last_s <= now_s < last_s + _INTERVAL_S and last_tick <= tick):

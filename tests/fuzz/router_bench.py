@@ -27,9 +27,9 @@ from core.wire.messages import (
     encode,
 )
 from core.wire.numbering import Place
+from router.flow_actions import Deliver, Fail, RequestSpec
 from router.http_cluster import node_body
 from router.metrics import RouterMetrics
-from router.request_flow import Deliver, Fail, RequestSpec
 from router.router_core import RouterCore
 from tests.support.virtual_clock import VirtualClock
 from tests.unit.router.fake_node import expected_tokens

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from core.clock import Clock
 from core.config import EngineOptions, RouterOptions
+from router.flow_actions import Deliver, Fail
 from router.metrics import RouterMetrics
 from router.registry import NodeRegistry
-from router.request_flow import Deliver, Fail
 from router.router_core import RouterCore
 from tests.simulation.faults import Faults
 from tests.simulation.sim_node import MAX_MODEL_LEN, Poison, SimNode

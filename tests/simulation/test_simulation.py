@@ -21,7 +21,8 @@ from core.request import Request
 from core.scheduler import Scheduler
 from core.wire.messages import RequestUpdate
 from core.wire.numbering import Arrival, MessageNumbers, Place
-from router.request_flow import Action, Attempt, Deliver, Fail, RequestFlow
+from router.flow_actions import Action, Deliver, Fail
+from router.request_flow import Attempt, RequestFlow
 from router.router_core import RouterCore
 from tests.simulation.__main__ import run_seed, shrink, summarize
 from tests.simulation.cluster import SimCluster

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from core.sampling_params import SamplingParams
-from router.request_flow import Deliver, Fail, RequestSpec
+from router.flow_actions import Deliver, Fail, RequestSpec
 from router.router_core import RouterCore
 from tests.simulation.sim_node import MAX_MODEL_LEN
 from tests.simulation.world import World

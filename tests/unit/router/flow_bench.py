@@ -8,9 +8,10 @@ from core.config import RouterOptions
 from core.sampling_params import SamplingParams
 from core.stats import EngineStats
 from core.wire.messages import Heartbeat, NodeLoad, Register, RequestUpdate
+from router.flow_actions import Action, Count, Deliver, Dispatch, Fail, Release, RequestSpec
 from router.policy import Placer
 from router.registry import NodeRegistry
-from router.request_flow import Action, Count, Deliver, Dispatch, Fail, Release, RequestFlow, RequestSpec
+from router.request_flow import RequestFlow
 from tests.unit.router.fake_node import model_info
 
 PROMPT = list(range(10, 30))

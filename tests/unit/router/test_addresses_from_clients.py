@@ -17,8 +17,8 @@ from core.config import RouterOptions
 from core.sampling_params import SamplingParams
 from core.wire.messages import Generate, RequestUpdate, RouterMessage, Updates, decode_router_message, encode
 from core.wire.numbering import OUTSIDE
+from router.flow_actions import RequestSpec
 from router.metrics import RouterMetrics
-from router.request_flow import RequestSpec
 from router.router_core import RouterCore
 from tests.support.virtual_clock import VirtualClock
 from tests.unit.router.flow_bench import register_message

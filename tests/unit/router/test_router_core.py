@@ -20,8 +20,8 @@ from core.wire.messages import (
     Updates,
     decode_router_message,
 )
+from router.flow_actions import Deliver, Fail, RequestSpec
 from router.metrics import RouterMetrics
-from router.request_flow import Deliver, Fail, RequestSpec
 from router.router_core import RouterCore
 from tests.support.virtual_clock import VirtualClock
 from tests.unit.router.flow_bench import PROMPT, heartbeat_message, register_message

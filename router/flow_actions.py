@@ -1,0 +1,84 @@
+"""What a request's flow asks of the router: plain values, so that a simulation can look at them as the router does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.sampling_params import SamplingParams
+from core.step import TokenLogprob
+from core.wire.messages import Generate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """One sequence to generate. sampling.seed is set; the prompt has at least one token and fits the context."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    client_request_id: str = ""  # what the client calls it: shown to people, never an identity
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Send `message` to the node and count it against the node. reason: prefill, handoff, local_prefill, drain or retry.
+
+    source_node_ids: other nodes that have had the request, the latest first: they may have saved KV of it.
+    """
+
+    node_id: str
+    message: Generate
+    reason: str
+    is_suspect: bool = False
+    source_node_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A dispatch no longer counts against its node; one follows each Dispatch. must_abort: the node may still work on it."""
+
+    node_id: str
+    wire_id: str
+    must_abort: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """New output tokens for the client, at position first_index on. finish_reason "" means that more will come.
+
+    logprobs are parallel to token_ids. prompt_logprobs come once, complete; num_cached_tokens is of the stage that
+    computed the prompt first.
+    """
+
+    first_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    num_cached_tokens: int = 0
+    finish_reason: str = ""
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The request ends without its answer. http_status: what fits if nothing was sent yet. retry_after_s 0: do not advise."""
+
+    kind: str
+    message: str
+    http_status: int
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Something worth a metric: local_prefill(reason), retry(reason), migration(reason, outcome), moved_tokens(source)."""
+
+    what: str
+    reason: str
+    outcome: str = ""
+    amount: int = 1
+
+
+Action = Dispatch | Release | Deliver | Fail | Count
