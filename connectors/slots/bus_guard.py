@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from connectors.slots.libc_memory import MAP_ANONYMOUS, MAP_FIXED, MAP_PRIVATE, PROT_READ_WRITE, map_memory
+from connectors.libc_memory import MAP_ANONYMOUS, MAP_FIXED, MAP_PRIVATE, PROT_READ_WRITE, map_memory
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from connectors.slots.huge_page_mapping import HugePageMapping
+from connectors.huge_pages import map_file, populate
 from connectors.slots.index_file import IndexFile, read_index_identity, write_empty_index
 from connectors.slots.store import HEADER_PAGE_BYTES, SlotLayout, SlotMedium, StoredLayout, slot_bytes
 from connectors.stored_block import BLOCK_HEADER_BYTES
@@ -125,8 +125,8 @@ class MemoryMedium(SlotMedium):
         is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() == _seals()
         if not is_sealed or os.fstat(descriptor).st_size != self._num_bytes:
             raise ConnectorError("a pool of other processes is not sealed, or not as large as its index says")
-        self._mapping = HugePageMapping(descriptor, self._num_bytes)
-        by_slot = self._mapping.bytes.reshape(num_slots, self._slot_bytes)
+        self._memory: _Bytes = map_file(descriptor, self._num_bytes, is_writable=True)
+        by_slot = self._memory.reshape(num_slots, self._slot_bytes)
         self._headers: _Bytes = by_slot[:, :BLOCK_HEADER_BYTES]
         self._payloads: _Bytes = by_slot[:, HEADER_PAGE_BYTES : HEADER_PAGE_BYTES + layout.block_bytes]
         self._num_touched_bytes = 0
@@ -155,11 +155,11 @@ class MemoryMedium(SlotMedium):
         """Touch what comes next: a page's first use costs ten times its copy, and several times for the second process."""
         first = self._num_touched_bytes
         self._num_touched_bytes = min(self._num_bytes, first + _TOUCH_BYTES)
-        self._mapping.populate(first, self._num_touched_bytes)
+        populate(self._memory[first : self._num_touched_bytes])
         return self._num_touched_bytes < self._num_bytes
 
     def close(self) -> None:
-        del self._mapping, self._headers, self._payloads  # the mapping ends with the last array on it
+        del self._memory, self._headers, self._payloads  # the mapping ends with the last array on it
 
 
 def _new_memfd(name: str) -> int:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from connectors.huge_pages import HUGE_PAGE_BYTES, collapse, map_file
+from connectors.huge_pages import HUGE_PAGE_BYTES, collapse, map_file, populate
 
-NUM_BYTES = 2 * HUGE_PAGE_BYTES + 5000
+NAME = "kvrelay-test-huge"
+NUM_BYTES = 3 * HUGE_PAGE_BYTES + 5000
 
 
 @pytest.fixture
 def descriptor() -> Iterator[int]:
-    descriptor = os.memfd_create("test")
+    descriptor = os.memfd_create(NAME)
     os.ftruncate(descriptor, NUM_BYTES)
     yield descriptor
     os.close(descriptor)
@@ -50,3 +53,16 @@ def test_huge_pages_collapse_that_has_no_time_left_says_so(descriptor: int) -> N
     memory = map_file(descriptor, NUM_BYTES, is_writable=True)
     assert not collapse(memory, timeout_s=0.0)
     assert collapse(memory[:5000], timeout_s=0.0)  # less than one: nothing to be done
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists()
+    or tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 1),
+    reason="needs MADV_COLLAPSE",
+)
+def test_huge_pages_populate_where_the_kernel_is_linux_6_1_or_newer_uses_them(descriptor: int) -> None:
+    memory = map_file(descriptor, NUM_BYTES, is_writable=True)
+    populate(memory)
+    (pages,) = [part for part in Path("/proc/self/smaps").read_text().split("VmFlags") if NAME in part]
+    found = re.search(r"ShmemPmdMapped:\s+(\d+) kB", pages)
+    assert found is not None and int(found[1]) * 1024 >= 2 * HUGE_PAGE_BYTES  # one may be missing when memory is in pieces
