@@ -14,6 +14,8 @@ from connectors.huge_pages import HUGE_PAGE_BYTES, collapse, map_file, replace_m
 from core.errors import ConnectorError
 from core.kv.pool_memory import KVPoolMemory
 
+_COLLAPSE_TIMEOUT_S = 5.0  # of an engine's start
+
 
 def open_shared(pool: KVPoolMemory) -> int:
     """A descriptor from which other processes can read, and not write, the pool. The caller closes it.
@@ -30,7 +32,7 @@ def open_shared(pool: KVPoolMemory) -> int:
             os.ftruncate(descriptor, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
             memory = map_file(descriptor, num_bytes, is_writable=True)
             memory[::HUGE_PAGE_BYTES] = 0
-            collapse(memory)  # before there is content, which would have to be moved
+            collapse(memory, _COLLAPSE_TIMEOUT_S)  # before there is content, which would have to be moved
             np.copyto(memory, content)
             replace_mapping(address, num_bytes, descriptor, mmap.PROT_READ | mmap.PROT_WRITE)
             return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)

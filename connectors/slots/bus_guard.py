@@ -21,15 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from connectors.libc_memory import MAP_FIXED, map_memory
+from connectors.libc_memory import MAP_ANONYMOUS, MAP_FIXED, MAP_PRIVATE, PROT_READ_WRITE, map_memory
 
 logger = logging.getLogger(__name__)
 
 _IS_SUPPORTED = sys.platform == "linux" and struct.calcsize("P") == 8
 _SA_SIGINFO = 4
 _SI_ADDR_OFFSET = 16  # of siginfo_t on 64 bits
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_PRIVATE_ZEROS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
 _HANDLER_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
@@ -108,7 +106,7 @@ class _BusGuard:
             if region.start <= address < region.end:
                 page = address // mmap.PAGESIZE * mmap.PAGESIZE
                 num_bytes = region.end - page  # a file that is cut here has nothing behind it either
-                placed = map_memory(page, num_bytes, _READ_WRITE, _PRIVATE_ZEROS, -1, 0)
+                placed = map_memory(page, num_bytes, PROT_READ_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS, -1, 0)
                 if placed == page:
                     region.is_hit = True
                     return

@@ -17,12 +17,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from connectors.huge_pages import HUGE_PAGE_BYTES, collapse, map_file
+from connectors.huge_pages import map_file, populate
 from connectors.slots.index_file import IndexFile, read_index_identity, write_empty_index
 from connectors.slots.store import HEADER_PAGE_BYTES, SlotLayout, SlotMedium, StoredLayout, slot_bytes
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.errors import ConnectorError
-from core.kv.layout import PAGE_BYTES
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -126,8 +125,8 @@ class MemoryMedium(SlotMedium):
         is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() == _seals()
         if not is_sealed or os.fstat(descriptor).st_size != self._num_bytes:
             raise ConnectorError("a pool of other processes is not sealed, or not as large as its index says")
-        self._bytes: _Bytes = map_file(descriptor, self._num_bytes, is_writable=True)
-        by_slot = self._bytes.reshape(num_slots, self._slot_bytes)
+        self._memory: _Bytes = map_file(descriptor, self._num_bytes, is_writable=True)
+        by_slot = self._memory.reshape(num_slots, self._slot_bytes)
         self._headers: _Bytes = by_slot[:, :BLOCK_HEADER_BYTES]
         self._payloads: _Bytes = by_slot[:, HEADER_PAGE_BYTES : HEADER_PAGE_BYTES + layout.block_bytes]
         self._num_touched_bytes = 0
@@ -153,20 +152,14 @@ class MemoryMedium(SlotMedium):
         return True
 
     def prepare(self, num_ready_slots: int) -> bool:
-        """Touch what comes next: a page's first use costs ten times its copy, and several times for the second process.
-
-        Reading is enough for pages of shared memory. Numpy lets go of the GIL for max(), and not for sum().
-        """
+        """Touch what comes next: a page's first use costs ten times its copy, and several times for the second process."""
         first = self._num_touched_bytes
         self._num_touched_bytes = min(self._num_bytes, first + _TOUCH_BYTES)
-        touched = self._bytes[first : self._num_touched_bytes]
-        touched[::HUGE_PAGE_BYTES].max(initial=0)
-        collapse(touched)
-        touched[::PAGE_BYTES].max(initial=0)  # those that did not become huge
+        populate(self._memory[first : self._num_touched_bytes])
         return self._num_touched_bytes < self._num_bytes
 
     def close(self) -> None:
-        del self._bytes, self._headers, self._payloads  # the mapping ends with the last array on it
+        del self._memory, self._headers, self._payloads  # the mapping ends with the last array on it
 
 
 def _new_memfd(name: str) -> int:

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from connectors.huge_pages import HUGE_PAGE_BYTES, collapse, map_file
+from connectors.huge_pages import HUGE_PAGE_BYTES, collapse, map_file, populate
 
-NAME = "kvrelay-test-huge-pages"
-NUM_BYTES = 2 * HUGE_PAGE_BYTES + 5000
+NAME = "kvrelay-test-huge"
+NUM_BYTES = 3 * HUGE_PAGE_BYTES + 5000
 
 
 @pytest.fixture
@@ -49,8 +49,10 @@ def test_huge_pages_file_that_is_too_small_is_refused(descriptor: int) -> None:
             map_file(descriptor, num_bytes)
 
 
-def test_huge_pages_less_than_one_is_left_as_it_is(descriptor: int) -> None:
-    assert not collapse(map_file(descriptor, NUM_BYTES, is_writable=True)[:5000])
+def test_huge_pages_collapse_that_has_no_time_left_says_so(descriptor: int) -> None:
+    memory = map_file(descriptor, NUM_BYTES, is_writable=True)
+    assert not collapse(memory, timeout_s=0.0)
+    assert collapse(memory[:5000], timeout_s=0.0)  # less than one: nothing to be done
 
 
 @pytest.mark.skipif(
@@ -58,10 +60,9 @@ def test_huge_pages_less_than_one_is_left_as_it_is(descriptor: int) -> None:
     or tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 1),
     reason="needs MADV_COLLAPSE",
 )
-def test_huge_pages_where_the_kernel_is_linux_6_1_or_newer_are_what_collapse_makes(descriptor: int) -> None:
+def test_huge_pages_populate_where_the_kernel_is_linux_6_1_or_newer_uses_them(descriptor: int) -> None:
     memory = map_file(descriptor, NUM_BYTES, is_writable=True)
-    memory[::HUGE_PAGE_BYTES] = 1
-    collapse(memory)
+    populate(memory)
     (pages,) = [part for part in Path("/proc/self/smaps").read_text().split("VmFlags") if NAME in part]
     found = re.search(r"ShmemPmdMapped:\s+(\d+) kB", pages)
     assert found is not None and int(found[1]) * 1024 >= HUGE_PAGE_BYTES  # one may be missing when memory is in pieces
