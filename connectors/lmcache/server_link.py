@@ -53,6 +53,7 @@ class ServerLink:
         self._http_address, self._model_name, self._unit_bytes, self.timeout_s = http_address, model_name, unit_bytes, timeout_s
         self._request_ids = map("{}-{}".format, itertools.repeat(uuid.uuid4().hex), itertools.count())
         self._mutex = threading.Lock()
+        self._registering = threading.Lock()
         self._instances: dict[int, tuple[int, float]] = {}  # by blocks per object: id, and when it was last made known
         self._last_finish: Any = None
         self.is_lost = False
@@ -209,12 +210,12 @@ class ServerLink:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
     def _instance(self, num_blocks: int) -> int:
-        """Who we are to the server, for objects of that many blocks. Made known to it from time to time."""
-        with self._mutex:
+        """Who we are to the server, for objects of that many blocks: one for all threads. Made known to it from time to time."""
+        with self._registering:
             known = self._instances.get(num_blocks)
-        if known is None or time.monotonic() - known[1] > _REGISTRATION_PERIOD_S:
-            self._register(num_blocks)
-            known = self._instances.get(num_blocks)
+            if known is None or time.monotonic() - known[1] > _REGISTRATION_PERIOD_S:
+                self._register(num_blocks)
+                known = self._instances.get(num_blocks)
         if known is None:
             raise ServerLostError("the connection is closed")
         return known[0]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -247,6 +248,16 @@ def test_server_that_forgot_its_clients_is_told_again(bench: Bench) -> None:
     for instance, _known_s in link._instances.values():
         link._client.unregister_kv_cache_engine_driven_context(instance).result(5.0)
     wait_recovered(node, 2)
+
+
+def test_threads_that_meet_a_new_size_of_objects_together_are_one_client(bench: Bench) -> None:
+    """What one has begun under a name of its own, the other could not finish."""
+    node = bench.open_node()
+    assert node.save(chain(1, 1)).outcome is TransferOutcome.OK
+    link = node.connector._objects._link  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(4) as pool:
+        for num_blocks in range(2, 7):
+            assert len(set(pool.map(lambda _number, size=num_blocks: link._instance(size), range(4)))) == 1
 
 
 def test_objects_that_the_server_evicted_are_misses_and_can_be_saved_again(bench: Bench) -> None:
