@@ -109,19 +109,24 @@ class ServerLink:
         except OSError:
             return False
 
-    def close(self) -> None:
-        """Nobody uses it any longer. Safe to repeat."""
+    def close(self) -> list[int]:
+        """Nobody uses it any longer; the instances that the server may still know. Safe to repeat."""
         with self._mutex:
-            instances, self._instances = self._instances, {}
+            instances, self._instances = [instance for instance, _ in self._instances.values()], {}
         if self._context.closed:
-            return
+            return instances
         with contextlib.suppress(Exception):  # LMCache's client promises nothing; the server forgets us by itself
-            futures = [self._client.unregister_kv_cache_engine_driven_context(instance) for instance, _ in instances.values()]
-            for future in () if self.is_lost else futures:
+            futures = [] if self.is_lost else self.unregister(instances)
+            for future in futures:
                 future.wait(_GOODBYE_TIMEOUT_S)
         self.is_lost = True
         self._client.close()
         self._context.destroy(linger=0)
+        return instances
+
+    def unregister(self, instances: Sequence[int]) -> list[Any]:
+        """Futures. The server lets go of what these have begun: of a link that was lost, it may learn of that only now."""
+        return [self._client.unregister_kv_cache_engine_driven_context(instance) for instance in instances]
 
     # -- objects -------------------------------------------------------------------------------------------------------
     def key(self, stored: StoredObject) -> Any:
