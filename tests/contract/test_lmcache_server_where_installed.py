@@ -276,6 +276,7 @@ def test_objects_that_the_server_evicted_are_misses_and_can_be_saved_again(bench
 def test_object_that_a_dead_client_had_begun_costs_itself_and_no_other(bench: Bench) -> None:
     node, other = bench.open_node(), bench.open_node()
     assert node.save(chain(1, 8)).outcome is TransferOutcome.OK
+    assert other.lookup(chain(1, 8)) == 8
     link, begun = other.connector._objects._link, StoredObject(b"".join(chain(2, 4)))  # type: ignore[attr-defined]
     assert link.wait(link.start_store(link.key(begun), 4)).context["slots"]
     assert node.save(chain(2, 4)).num_blocks_ok == 0
