@@ -53,6 +53,7 @@ class ServerLink:
         self._http_address, self._model_name, self._unit_bytes, self.timeout_s = http_address, model_name, unit_bytes, timeout_s
         self._request_ids = map("{}-{}".format, itertools.repeat(uuid.uuid4().hex), itertools.count())
         self._mutex = threading.Lock()
+        self._registering = threading.Lock()
         self._instances: dict[int, tuple[int, float]] = {}  # by blocks per object: id, and when it was last made known
         self._last_finish: Any = None
         self.is_lost = False
@@ -108,19 +109,24 @@ class ServerLink:
         except OSError:
             return False
 
-    def close(self) -> None:
-        """Nobody uses it any longer. Safe to repeat."""
+    def close(self) -> list[int]:
+        """Nobody uses it any longer; the instances that the server may still know. Safe to repeat."""
         with self._mutex:
-            instances, self._instances = self._instances, {}
+            instances, self._instances = [instance for instance, _ in self._instances.values()], {}
         if self._context.closed:
-            return
+            return instances
         with contextlib.suppress(Exception):  # LMCache's client promises nothing; the server forgets us by itself
-            futures = [self._client.unregister_kv_cache_engine_driven_context(instance) for instance, _ in instances.values()]
-            for future in () if self.is_lost else futures:
+            futures = [] if self.is_lost else self.unregister(instances)
+            for future in futures:
                 future.wait(_GOODBYE_TIMEOUT_S)
         self.is_lost = True
         self._client.close()
         self._context.destroy(linger=0)
+        return instances
+
+    def unregister(self, instances: Sequence[int]) -> list[Any]:
+        """Futures. The server lets go of what these have begun: of a link that was lost, it may learn of that only now."""
+        return [self._client.unregister_kv_cache_engine_driven_context(instance) for instance in instances]
 
     # -- objects -------------------------------------------------------------------------------------------------------
     def key(self, stored: StoredObject) -> Any:
@@ -209,12 +215,12 @@ class ServerLink:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
     def _instance(self, num_blocks: int) -> int:
-        """Who we are to the server, for objects of that many blocks. Made known to it from time to time."""
-        with self._mutex:
+        """Who we are to the server, for objects of that many blocks: one for all threads. Made known to it from time to time."""
+        with self._registering:
             known = self._instances.get(num_blocks)
-        if known is None or time.monotonic() - known[1] > _REGISTRATION_PERIOD_S:
-            self._register(num_blocks)
-            known = self._instances.get(num_blocks)
+            if known is None or time.monotonic() - known[1] > _REGISTRATION_PERIOD_S:
+                self._register(num_blocks)
+                known = self._instances.get(num_blocks)
         if known is None:
             raise ServerLostError("the connection is closed")
         return known[0]

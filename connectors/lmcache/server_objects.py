@@ -59,6 +59,7 @@ class ServerObjects(ObjectStore):
         self._mutex = threading.Lock()  # of connecting
         self._link: ServerLink | None = None
         self._tried_s = float("-inf")
+        self._former_instances: Sequence[int] = ()
         self.why_away = "not connected yet"
         self.directory = no_directory()
 
@@ -67,6 +68,7 @@ class ServerObjects(ObjectStore):
         """As the interface says; connects, where that is due."""
         link = self._link
         if link is not None and link.is_current():
+            self.why_away = None  # whatever a thread has met that still used the one before
             return self.directory.refresh()
         has_tried = self._tried_s > float("-inf")
         if not self._mutex.acquire(blocking=link is not None or not has_tried):
@@ -95,6 +97,7 @@ class ServerObjects(ObjectStore):
             link.timeout_s = self._op_timeout_s
             if not self._is_capacity_given:
                 self._max_capacity_bytes = self.capacity_bytes = int(link.pool_bytes * _POOL_SHARE)
+            link.unregister(self._former_instances)
             self.directory = self.index.directory
             self._link, self.why_away = link, None
         except (ServerLostError, OSError) as error:
@@ -110,7 +113,7 @@ class ServerObjects(ObjectStore):
         self.why_away = self.why_away or reason
         self.num_faults += 1
         went, self.directory = self.directory.block_hashes(), no_directory()
-        link.close()
+        self._former_instances = link.close()
         return went
 
     def _lose(self, link: ServerLink, error: ServerLostError) -> None:

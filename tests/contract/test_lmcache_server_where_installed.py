@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -249,6 +250,16 @@ def test_server_that_forgot_its_clients_is_told_again(bench: Bench) -> None:
     wait_recovered(node, 2)
 
 
+def test_threads_that_meet_a_new_size_of_objects_together_are_one_client(bench: Bench) -> None:
+    """What one has begun under a name of its own, the other could not finish."""
+    node = bench.open_node()
+    assert node.save(chain(1, 1)).outcome is TransferOutcome.OK
+    link = node.connector._objects._link  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(4) as pool:
+        for num_blocks in range(2, 7):
+            assert len(set(pool.map(lambda _number, size=num_blocks: link._instance(size), range(4)))) == 1
+
+
 def test_objects_that_the_server_evicted_are_misses_and_can_be_saved_again(bench: Bench) -> None:
     node = bench.open_node()
     assert node.save(chain(1, 12)).outcome is TransferOutcome.OK
@@ -265,6 +276,7 @@ def test_objects_that_the_server_evicted_are_misses_and_can_be_saved_again(bench
 def test_object_that_a_dead_client_had_begun_costs_itself_and_no_other(bench: Bench) -> None:
     node, other = bench.open_node(), bench.open_node()
     assert node.save(chain(1, 8)).outcome is TransferOutcome.OK
+    assert other.lookup(chain(1, 8)) == 8
     link, begun = other.connector._objects._link, StoredObject(b"".join(chain(2, 4)))  # type: ignore[attr-defined]
     assert link.wait(link.start_store(link.key(begun), 4)).context["slots"]
     assert node.save(chain(2, 4)).num_blocks_ok == 0
