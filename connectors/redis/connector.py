@@ -58,9 +58,10 @@ class RedisOptions:
     servers of a Redis Cluster, of which the others are learned; the URL then only says scheme, user and query arguments.
 
     namespace separates stores on one server. A block expires expiry_s after its last use; one deeper in its prefix a little
-    earlier. num_threads transfers move at the same time, over num_connections connections each. op_timeout_s bounds every wait
-    for the server, connect_timeout_s that for a connection. max_known_hashes bounds what a process remembers of the store, at
-    about 150 bytes each; lookup_batch_size is how many blocks are asked about at once.
+    earlier. num_threads transfers move at the same time, over num_connections connections each (more for a server far away: one
+    block is under way on each). op_timeout_s bounds every wait for the server, connect_timeout_s that for a connection.
+    max_known_hashes bounds what a process remembers of the store, at about 150 bytes each; lookup_batch_size is how many blocks
+    are asked about at once.
 
     codec: none, zstd (lossless; codec_level 1 to 19), or int8 or fp8, which are lossy: of 24 greedy answers of 32 tokens they
     changed 7 and 12 (bench/RESULTS.md). encryption_key_file: made by `kvrelay keys store FILE`; blocks at rest are encrypted
@@ -76,7 +77,7 @@ class RedisOptions:
     cluster_nodes: str = ""
     namespace: str = "kvrelay"
     expiry_s: float = 24 * 3600.0
-    num_connections: int = 4
+    num_connections: int = 2
     num_threads: int = 2
     connect_timeout_s: float = 1.0
     op_timeout_s: float = 2.0

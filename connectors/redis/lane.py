@@ -50,7 +50,6 @@ class RedisLane:
         self._values = values
         self._coding = coding
         num_pipelined = max(1, min(_MAX_PIPELINE, _PIPELINE_BYTES // coding.block_bytes))
-        self._max_under_way = num_connections * num_pipelined
         self._max_value_bytes = coding.block_bytes + _MAX_CODING_BYTES
         self._streams = NodeStreams(server, num_connections, num_pipelined)
 
@@ -92,11 +91,11 @@ class RedisLane:
 
         Afterwards nobody writes to the payloads. Raises as touch does; what is in the report by then is verified.
         """
-        self._streams.begin_blocks()
+        max_under_way = self._streams.begin_blocks()
         under_way: deque[RespStream] = deque()
         num_asked, end = 0, len(block_hashes)
         for position in range(end):
-            while num_asked < end and len(under_way) < self._max_under_way:
+            while num_asked < end and len(under_way) < max_under_way:
                 stream = self._streams.next_for(block_hashes[num_asked])
                 stream.send([self._values.get(block_hashes[num_asked])])
                 under_way.append(stream)
@@ -117,11 +116,11 @@ class RedisLane:
         report: LaneReport,
     ) -> None:
         """Store blocks, in order, until the server is full or should_stop() says so. Raises as touch does."""
-        self._streams.begin_blocks()
+        max_under_way = self._streams.begin_blocks()
         under_way: deque[tuple[int, RespStream]] = deque()
         num_sent, end = 0, len(block_hashes)
         while num_sent < end or under_way:
-            if num_sent < end and len(under_way) < self._max_under_way:
+            if num_sent < end and len(under_way) < max_under_way:
                 sealed = self._coding.seal(block_hashes[num_sent], payloads[num_sent])
                 if sealed is not None:  # what the codec cannot hold is not sent
                     header, payload = sealed[0], memoryview(sealed[1])

@@ -89,9 +89,10 @@ class NodeStreams:
         return positions_by_node
 
     # -- blocks --------------------------------------------------------------------------------------------------------
-    def begin_blocks(self) -> None:
-        """Nothing is under way: begin with the first connections."""
+    def begin_blocks(self) -> int:
+        """Nothing is under way: begin with the first connections. How many blocks should be under way."""
         self._num_taken_by_node.clear()
+        return len(self._server.nodes) * self._max_per_node * self._num_pipelined
 
     def next_for(self, block_hash: bytes) -> RespStream:
         """The connection over which a block shall move: num_pipelined on the same, then the next ones, and around."""

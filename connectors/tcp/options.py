@@ -26,7 +26,7 @@ class TcpOptions:
 
     capacity_bytes is allocated at once. num_threads transfers move at the same time, over num_streams connections to each source
     (more on a far link: 1 MiB or a block is under way on each). A request waits lookup_wait_s for sources to answer; op_timeout_s
-    bounds every other wait for one. A source keeps what another node is about to pull for lease_s after that node's last heartbeat.
+    bounds every other wait for one. A source keeps what another node is about to pull for lease_s after its last heartbeat.
     """
 
     host: str = "127.0.0.1"
