@@ -29,7 +29,8 @@ test: $(VENV)/.installed-dev  ## set up and run the tests (ARGS="-k name")
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-lmcache: $(VENV_LMCACHE)/.installed  ## the contract of connectors for lmcache, in an environment of its own (3 GB; minutes)
-	@$(VENV_LMCACHE)/bin/python -m pytest tests/contract/test_lmcache_where_installed.py tests/contract/test_lmcache_browser.py --timeout=900 $(ARGS)
+	@$(VENV_LMCACHE)/bin/python -m pytest tests/contract/test_lmcache_where_installed.py \
+		tests/contract/test_lmcache_server_where_installed.py tests/contract/test_lmcache_browser.py --timeout=900 $(ARGS)
 
 test-vllm: $(VENV_VLLM)/.installed  ## our stores inside a real vLLM, in an environment of its own (2 GB; minutes)
 	@$(VENV_VLLM)/bin/python -m pytest tests/vllm --timeout=900 $(ARGS)

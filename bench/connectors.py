@@ -22,20 +22,23 @@ from typing import Any
 
 from bench.media.medium import Medium
 from connectors.registry import create_connector
+from connectors.staging.connector import StagedConnector
 from core.clock import MonotonicClock
 from core.kv.connector import PrefixLookup, Transfer, TransferDirection, TransferOutcome
 from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
+from core.model.device_pool import DevicePool, memory_of
 
 NUM_ROUNDS = 15
 BYTES_PER_TRANSFER = 24 * 1024 * 1024
 NUM_IN_FLIGHT = 2
+STAGING_BYTES = 128 * 1024 * 1024
 NUM_LOOKUP_BLOCKS = 128
 NUM_KNOWN_BLOCKS = 1_000_000
 NUM_LOOKUPS = 3000
 
 
-MEDIA = ("lmcache", "nvme", "ray", "redis", "shm", "tcp")  # modules of bench.media
+MEDIA = ("lmcache", "nvme", "ray", "redis", "shm", "tcp", "tiered")  # modules of bench.media
 
 
 class Driver:
@@ -44,13 +47,18 @@ class Driver:
     With one at a time a medium would be idle between the end of one and the start of the next, which its limit never is.
     """
 
-    def __init__(self, name: str, options: dict[str, Any], layout: KVLayout) -> None:
+    def __init__(self, name: str, options: dict[str, Any], layout: KVLayout, is_staged: bool = False) -> None:
         self.layout = layout
         self.num_part_blocks = max(2, BYTES_PER_TRANSFER // layout.block_bytes)
         self.pool = KVPoolMemory(layout, NUM_IN_FLIGHT * self.num_part_blocks)
         self.pool.buffer[:] = random.Random(0).randbytes(len(self.pool.buffer))
-        self.connector = create_connector(name, options, MonotonicClock())
-        self.connector.register_kv_cache(self.pool)
+        self.store = self.connector = create_connector(name, options, MonotonicClock())
+        memory = self.pool
+        if is_staged:
+            open_copies = DevicePool(layout, memory_of(self.pool)).open_copies
+            self.connector = StagedConnector(self.store, open_copies, MonotonicClock(), save_wait_s=60.0)
+            memory = KVPoolMemory(layout, STAGING_BYTES // layout.block_stride_bytes)
+        self.connector.register_kv_cache(memory)
         self._next_id = 1
         self._has_news = threading.Event()
         self.connector.on_result = self._has_news.set
@@ -82,23 +90,24 @@ class Driver:
                 raise SystemExit(f"a transfer ended with {result}")
             free_parts.append(part_by_id.pop(result.transfer_id))
 
-    def lookup_us(self, known: Sequence[bytes]) -> list[float]:
-        """Times of lookups, one new request each, in microseconds: chains of known blocks, each tenth with an unknown end."""
+    def lookup_us(self, known: Sequence[bytes], name: str, num_lookups: int = NUM_LOOKUPS) -> list[float]:
+        """Times of lookups in microseconds, sorted: a new request each, of known blocks, each tenth with an unknown end.
+        name: of these requests."""
         times = []
         rng = random.Random(1)
-        for number in range(NUM_LOOKUPS):
+        for number in range(num_lookups):
             chain = rng.sample(known, NUM_LOOKUP_BLOCKS)
             if number % 10 == 0:
                 chain[-1] = rng.randbytes(16)
-            lookup = PrefixLookup(f"lookup-{number}", chain, self.layout.block_size)
+            lookup = PrefixLookup(f"{name}-{number}", chain, self.layout.block_size)
             started_s = time.perf_counter()
             self.connector.get_num_new_matched_tokens(lookup, 0)
             times.append((time.perf_counter() - started_s) * 1e6)
-        return times
+        return sorted(times)
 
 
-def measure(backend_name: str, block_kib: int) -> dict[str, float]:
-    """The figures of one backend and block size."""
+def measure(backend_name: str, block_kib: int, num_rounds: int, is_staged: bool = False) -> dict[str, float]:
+    """The figures of one backend and block size. With less than two rounds no speeds."""
     layout = KVLayout(num_layers=block_kib, block_size=16, num_kv_heads=1, head_dim=16, dtype="bfloat16")  # 1 KiB per layer
     folder = Path(tempfile.mkdtemp(prefix="kvrelay-bench-"))
     medium: Medium = importlib.import_module(f"bench.media.{backend_name}").create_medium(folder, layout.block_bytes)
@@ -106,14 +115,14 @@ def measure(backend_name: str, block_kib: int) -> dict[str, float]:
     num_bytes = num_blocks * layout.block_bytes
     speeds: dict[str, list[float]] = {"load": [], "save": [], "limit_load": [], "limit_save": []}
     try:
-        driver = Driver(backend_name, medium.options(), layout)
+        driver = Driver(backend_name, medium.options(), layout, is_staged)
         cpu_s = moved_bytes = 0.0
-        for round_number in range(1 - medium.num_warmup_rounds, NUM_ROUNDS):
+        for round_number in range(1 - medium.num_warmup_rounds, num_rounds):
             names = [os.urandom(16) for _ in range(num_blocks)]
             started_cpu_s = time.process_time()
             for direction in (TransferDirection.SAVE, TransferDirection.LOAD):
                 if direction is TransferDirection.LOAD:
-                    medium.before_load(driver.connector, names)
+                    medium.before_load(driver.store, names)
                 seconds = driver.move(direction, names)
                 if round_number > 0:
                     speeds[direction.value].append(num_bytes / seconds / 1e9)
@@ -126,21 +135,27 @@ def measure(backend_name: str, block_kib: int) -> dict[str, float]:
                     speeds[f"limit_{direction.value}"].append(limit)
             medium.empty()
         known = [os.urandom(16) for _ in range(NUM_KNOWN_BLOCKS)]
-        medium.make_known(driver.connector, known)
+        medium.make_known(driver.store, known)
         gc.freeze()  # as after the start of an engine: the collector need not look at what stays
-        lookups_us = sorted(driver.lookup_us(known))
+        lookups_us = {"lookup": driver.lookup_us(known, "lookup")}
+        if medium.hang(driver.store):
+            lookups_us["hung_lookup"] = driver.lookup_us(known, "hung")
+            medium.resume()
         driver.connector.close()
     finally:
         medium.close()
         shutil.rmtree(folder, ignore_errors=True)
-    median = {name: statistics.median(values) for name, values in speeds.items()}
+    figures: dict[str, float] = {}
+    if num_rounds > 1:
+        median = {name: statistics.median(values) for name, values in speeds.items()}
+        figures = {f"{name}_gbps": round(value, 2) for name, value in median.items()}
+        figures |= {f"{name}_ratio": round(median[name] / median[f"limit_{name}"], 2) for name in ("load", "save")}
+        figures["cpu_s_per_gb"] = round(cpu_s / moved_bytes * 1e9, 3)
+    for name, times in lookups_us.items():
+        figures[f"{name}_us_p50"] = round(times[len(times) // 2], 1)
+        figures[f"{name}_us_p99"] = round(times[len(times) * 99 // 100], 1)
     return {
-        **{f"{name}_gbps": round(value, 2) for name, value in median.items()},
-        "load_ratio": round(median["load"] / median["limit_load"], 2),
-        "save_ratio": round(median["save"] / median["limit_save"], 2),
-        "lookup_us_p50": round(lookups_us[len(lookups_us) // 2], 1),
-        "lookup_us_p99": round(lookups_us[len(lookups_us) * 99 // 100], 1),
-        "cpu_s_per_gb": round(cpu_s / moved_bytes * 1e9, 3),
+        **figures,
         **({} if medium.reopen_s is None else {"reopen_s": round(medium.reopen_s, 2)}),
     }
 
@@ -150,9 +165,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.connectors", description=__doc__)
     parser.add_argument("--backend", choices=MEDIA, required=True)
     parser.add_argument("--block-kib", type=int, default=360, help="payload of a block: 360 (SmolLM2-135M) or 2048 (an 8B model)")
+    parser.add_argument("--staged", action="store_true", help="through staging memory, as from a device; the CPU does the copies")
+    parser.add_argument("--lookups", action="store_true", help="no speeds: only lookups, also of a store that hangs")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     arguments = parser.parse_args()
-    figures = measure(arguments.backend, arguments.block_kib)
+    num_rounds = 1 if arguments.lookups else NUM_ROUNDS
+    figures = measure(arguments.backend, arguments.block_kib, num_rounds, arguments.staged)
     if arguments.json:
         print(json.dumps(figures))
     else:

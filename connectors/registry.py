@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from connectors.staging.connector import StagedConnector
 from connectors.store_browser import StoreBrowser
 from core.clock import Clock
 from core.errors import ConfigError
 from core.kv.connector import KVConnector
+from core.kv.device_copies import OpenCopies
 
 ENTRY_POINT_GROUP = "kvrelay.connectors"
 _MODULE_BY_NAME = {
@@ -40,12 +42,14 @@ _BROWSER_MODULE_BY_NAME = {
 ConnectorFactory = Callable[[Mapping[str, Any], Clock], KVConnector]
 
 
-def create_connector(name: str, options: Mapping[str, Any], clock: Clock) -> KVConnector:
-    """A connector that has not touched its store yet: register_kv_cache does that.
+def create_connector(name: str, options: Mapping[str, Any], clock: Clock, open_copies: OpenCopies | None = None) -> KVConnector:
+    """A connector that has not touched its store yet: register_kv_cache does that. open_copies: for an engine whose KV is not in
+    host memory; see StagedConnector.
 
     Raises ConfigError for an unknown name (listing what exists), a missing client library, or an option that is not allowed.
     """
-    return _find_factory(name)(options, clock)
+    connector = _find_factory(name)(options, clock)
+    return connector if open_copies is None else StagedConnector(connector, open_copies, clock)
 
 
 def open_browser(name: str, options: Mapping[str, Any], read_secret: Callable[[], bytes] = bytes) -> StoreBrowser:

@@ -60,6 +60,7 @@ class WriteOutcome(enum.Enum):
     PRESENT = "present"  # was there already
     NO_ROOM = "no room"
     OTHER_SIZE = "other size"  # than the blocks of its layout have in this store
+    OTHER_FORM = "other form"  # encoded, where the store has blocks only as they are in a pool
 
 
 class StoreBrowser(ABC):

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from connectors.registry import create_connector
+from connectors.staging.connector import StagedConnector
 from connectors.vllm.external_prefixes import ExternalPrefixes, ScheduledRequest, StepMoves
 from connectors.vllm.foreign_keys import AdapterFingerprints, RankLayout
 from connectors.vllm.options import OPTIONS, fingerprint_model, read_options
@@ -37,6 +38,7 @@ from core.clock import MonotonicClock
 from core.errors import ConfigError
 from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
+from core.model.device_pool import TorchCopies
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's own logger, so that it is shown as vLLM's lines are
 
@@ -196,14 +198,12 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
             raise ConfigError(
                 f"{OPTIONS}.staging_bytes", self._options.staging_bytes, f"room for two blocks of {layout.block_bytes} bytes"
             )
-        pool = KVPoolMemory(layout, num_slots)
-        caches.bind(pool)
+        staged = StagedConnector(self._connector, caches.open_copies, self._clock, save_wait_s=0.0)
+        staged.register_kv_cache(KVPoolMemory(layout, num_slots))
         self._caches = caches
         self._transfers = StagedTransfers(
-            self._connector,
-            pool,
-            caches.copy_in,
-            caches.copy_out,
+            staged,
+            layout.block_size,
             self._clock,
             load_timeout_s=self._options.load_timeout_s,
             save_timeout_s=self._options.save_timeout_s,
@@ -224,8 +224,7 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
             sys.exc_info()[0] is not None
         ):  # called on the way out of a forward that failed: its blocks are not what they are named
             return
-        for move in self._my_part(lambda moves: moves.saves_by_rank):
-            self._ready_transfers.try_save(move)
+        self._ready_transfers.save(self._my_part(lambda moves: moves.saves_by_rank))
 
     def _my_part(self, select: Any) -> Sequence[Any]:
         by_rank = select(self._get_connector_metadata().moves)
@@ -244,7 +243,6 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose load has ended."""
-        self._ready_transfers.forget(finished_req_ids)
         news = self._ready_transfers.poll_loads()
         self._failed_block_ids = set(news.failed_block_ids)
         return None, set(news.ended_request_ids) or None
@@ -291,6 +289,11 @@ class _LayerCaches:
         )
         self.rank_layout = RankLayout(layout, details)
 
+    def open_copies(self, pool: KVPoolMemory) -> TorchCopies:
+        """Copies between vLLM's blocks and this memory."""
+        self.bind(pool)
+        return TorchCopies(self._pages[0].device, self._pages[0].shape[0], pool, self.copy_in, self.copy_out)
+
     def bind(self, pool: KVPoolMemory) -> None:
         """The memory that copies go to and come from."""
         layout, dtype = pool.layout, self._pages[0].dtype
@@ -299,19 +302,17 @@ class _LayerCaches:
         self._slots = slots[:, :num_elements].view(pool.num_blocks, layout.num_layers, -1)
 
     def copy_in(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        """From vLLM's blocks to pool blocks, when all that was computed before has been written."""
+        """From vLLM's blocks to pool blocks."""
         device, where = torch.tensor(block_ids, device=self._pages[0].device), torch.tensor(slots)
         for layer, pages in enumerate(self._pages):
             self._slots[where, layer] = pages[device].cpu()
 
     def copy_out(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
-        """From pool blocks to vLLM's blocks; returns when it is done."""
+        """From pool blocks to vLLM's blocks."""
         where = torch.tensor(block_ids, device=self._pages[0].device)
         taken = self._slots[torch.tensor(slots)]
         for layer, pages in enumerate(self._pages):
             pages[where] = taken[:, layer].to(pages.device)
-        if self._pages[0].is_cuda:
-            torch.cuda.current_stream().synchronize()
 
 
 def _order(cache: torch.Tensor) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,8 @@ class EngineOptions:
 
     policy: fcfs or priority (lower value first, then earlier arrival). save_decode_blocks: store blocks that fill while
     decoding, so that a request can move to another node by a prefix hit. kv_load_policy: auto loads KV from the store when that
-    is predicted to be faster than computing it, always does not ask. num_threads 0: what torch chooses.
+    is predicted to be faster than computing it, always does not ask. num_threads 0: what torch chooses. device: where weights and
+    KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory through which KV passes between a CUDA device and the store.
     """
 
     block_size: int = 16
@@ -77,17 +79,21 @@ class EngineOptions:
     save_decode_blocks: bool = True
     kv_load_policy: str = "auto"
     num_threads: int = 0
+    device: str = "cpu"
+    staging_mib: int = 512
     lookup_timeout_s: float = 1.0
     kv_load_timeout_s: float = 10.0
     kv_save_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "kv_pool_mib", "max_num_batched_tokens", "max_num_seqs", "max_num_waiting"):
+        for name in ("block_size", "kv_pool_mib", "staging_mib", "max_num_batched_tokens", "max_num_seqs", "max_num_waiting"):
             _check(getattr(self, name) >= 1, f"engine.{name}", getattr(self, name), "1 or more")
         for name in ("num_blocks", "long_prefill_token_threshold", "num_threads"):
             _check(getattr(self, name) >= 0, f"engine.{name}", getattr(self, name), "0 or more")
         for name in ("lookup_timeout_s", "kv_load_timeout_s", "kv_save_timeout_s"):
             _check(getattr(self, name) > 0, f"engine.{name}", getattr(self, name), "above 0")
+        is_device = re.fullmatch("cpu|cuda(:(0|[1-9][0-9]?))?", self.device) is not None
+        _check(is_device, "engine.device", self.device, "cpu, cuda or cuda:N")
         _check(self.policy in ("fcfs", "priority"), "engine.policy", self.policy, "fcfs or priority")
         _check(self.kv_load_policy in ("auto", "always"), "engine.kv_load_policy", self.kv_load_policy, "auto or always")
         _check(

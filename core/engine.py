@@ -183,13 +183,15 @@ class EngineCore:
         num_tokens = output.num_tokens
         stats.step_prompt_tokens = stats.step_generation_tokens = 0
         if num_tokens or plan.removed_request_ids:
+            is_mostly_prompt = num_tokens > 2 * len(plan.num_scheduled_tokens)  # says what recomputing costs
+            num_attended = self._num_attended(plan) if is_mostly_prompt else 0.0
             result = self._execute(plan, output)
             executed_s = self._clock.now_s()
             if result is not None and num_tokens:
                 self._scheduler.update_from_output(plan, result, output)
                 stats.step_prompt_tokens = max(0, num_tokens - stats.step_generation_tokens)
-                if num_tokens > 2 * len(plan.num_scheduled_tokens):  # mostly prompt: says what recomputing costs
-                    self._ledger.cost.observe_prefill(num_tokens, executed_s - scheduled_s)
+                if is_mostly_prompt:
+                    self._ledger.cost.observe_prefill(num_tokens, num_attended, executed_s - scheduled_s)
             self._record_step_time(started_s, scheduled_s, executed_s)
         self._report_handoffs(output)
         self._record_step_gauges()
@@ -222,6 +224,11 @@ class EngineCore:
             _logger.exception("step %d failed with %d requests", plan.step_id, len(plan.num_scheduled_tokens))
             self._scheduler.fail_step(plan, f"the model runner failed: {error}", output)
             return None
+
+    def _num_attended(self, plan: StepPlan) -> float:
+        """The sum of the positions of all tokens of a step: what attention has to look at."""
+        ends = ((self._scheduler.requests[name].num_computed_tokens, num) for name, num in plan.num_scheduled_tokens.items())
+        return sum(num_tokens * (end - num_tokens / 2) for end, num_tokens in ends)
 
     def _expire(self, now_s: float, output: StepOutput) -> None:
         while self._deadlines and self._deadlines[0][0] <= now_s:

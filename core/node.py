@@ -41,19 +41,25 @@ _TRANSFER_WAIT_S = 0.005  # while only transfers are in flight, and the connecto
 
 
 class NodeServer:
-    """One node of a role, "prefill" or "decode". run() returns the process's exit code."""
+    """One node of a role, "prefill" or "decode". run() returns the process's exit code.
+
+    connector_memory: what the connector reads and writes. num_blocks: of the engine's KV pool, where that is not the same.
+    """
 
     def __init__(
         self,
         config: Config,
         role: str,
         model: EngineModel,
-        pool: KVPoolMemory,
+        connector_memory: KVPoolMemory,
         runner: ModelRunner,
         connector: KVConnector | None,
+        *,
+        num_blocks: int | None = None,
     ) -> None:
         options = config.node
-        engine = EngineCore(config.engine, model, pool.num_blocks, runner, connector, MonotonicClock())
+        num_blocks = connector_memory.num_blocks if num_blocks is None else num_blocks
+        engine = EngineCore(config.engine, model, num_blocks, runner, connector, MonotonicClock())
         self._options = options
         self._is_stopping = False
         self._last_publish_s = float("-inf")
@@ -66,7 +72,7 @@ class NodeServer:
         keys = load_keys(config.security.keys, NODE)
         if connector is not None:  # last of what can fail: a node that cannot start must leave no store behind
             connector.cluster_secret = keys.derive_secret("connector") if keys is not None else b""
-            connector.register_kv_cache(pool)
+            connector.register_kv_cache(connector_memory)
         self._link = NodeLink(
             options.router,
             messages.Register(
@@ -75,7 +81,7 @@ class NodeServer:
                 generation=generation,
                 model=model_info(config.model.name, model),
                 max_num_seqs=config.engine.max_num_seqs,
-                num_blocks=pool.num_blocks,
+                num_blocks=num_blocks,
                 connector=connector.name if connector else "none",
                 metrics_address=metrics_address,
                 kv_address=connector.kv_address if connector else "",

@@ -307,7 +307,7 @@ class Scheduler:
             if ledger.loading_transfer_id(hashes[end]) is not None:  # the rest is on its way for somebody else
                 num_external = end - num_local
                 break
-        if request.num_loads >= _MAX_LOADS_PER_REQUEST or not ledger.should_load(num_external):
+        if request.num_loads >= _MAX_LOADS_PER_REQUEST or not ledger.should_load(num_external, num_local):
             request.may_load = False
             return None
         block_ids = kv.try_allocate_for_load(request, hit_block_ids, num_external)

@@ -66,7 +66,8 @@ class ImportReport:
     @property
     def num_refused(self) -> int:
         """Blocks that should be in the store and are not."""
-        return sum(self.counts.get(what, 0) for what in (BAD, WriteOutcome.NO_ROOM.value, WriteOutcome.OTHER_SIZE.value))
+        there = (WriteOutcome.WRITTEN.value, WriteOutcome.PRESENT.value)
+        return sum(count for what, count in self.counts.items() if what not in there)
 
 
 def open_store(config: Config) -> StoreBrowser:

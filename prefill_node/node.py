@@ -14,9 +14,11 @@ from core.node import NodeServer, run_node_process
 
 def compose(config: Config) -> NodeServer:
     """Load the model and open the store."""
-    model, pool, runner = load_model(config.model, config.engine)
-    connector = create_connector(config.connector.name, config.connector.options, MonotonicClock())
-    return NodeServer(config, "prefill", model, pool, runner, connector)
+    loaded = load_model(config.model, config.engine)
+    connector = create_connector(config.connector.name, config.connector.options, MonotonicClock(), loaded.open_copies)
+    return NodeServer(
+        config, "prefill", loaded.model, loaded.connector_memory, loaded.runner, connector, num_blocks=loaded.num_blocks
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,8 +12,9 @@ import numpy as np
 
 from bench.media.medium import BYTES_PER_ROUND, Medium
 from connectors.lmcache.connector import LMCacheConnector
+from connectors.lmcache.library import api
 from connectors.lmcache.object_directory import MAX_BLOCKS_PER_OBJECT
-from connectors.lmcache.objects import LMCacheObjects, api
+from connectors.lmcache.objects import LMCacheObjects
 from core.kv.connector import KVConnector, TransferDirection
 from core.kv.layout import KVLayout
 
@@ -32,7 +33,7 @@ class LMCacheMedium(Medium):
     def __init__(self, folder: Path, block_bytes: int) -> None:
         self._folder = folder
         layout = KVLayout(block_bytes // 1024, 16, 1, 16, "bfloat16")
-        self._objects = LMCacheObjects(str(folder / "direct"), layout, MEMORY_BYTES, False, 30.0, 2)
+        self._objects = LMCacheObjects(str(folder / "direct"), layout, 8 * BYTES_PER_ROUND, MEMORY_BYTES, False, 30.0, 2)
         self._manager = self._objects._manager
         self._object_bytes = MAX_BLOCKS_PER_OBJECT * self._objects.unit_bytes
         self._per_batch = max(1, BATCH_BYTES // self._object_bytes)

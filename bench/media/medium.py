@@ -5,6 +5,8 @@ One module per store, of the store's name, with create_medium(folder, block_byte
 
 from __future__ import annotations
 
+import fcntl
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +39,13 @@ class Medium(ABC):
     def make_known(self, connector: KVConnector, block_hashes: Sequence[bytes]) -> None:
         """Have the connector believe that the store holds these."""
 
+    def hang(self, connector: KVConnector) -> bool:
+        """Make whatever the connector waits for hang: its server, or the holder of a lock. False: there is no such thing."""
+        return False
+
+    def resume(self) -> None:  # noqa: B027 - as for hang
+        """The end of that."""
+
     @abstractmethod
     def empty(self) -> None:
         """Remove all blocks."""
@@ -44,3 +53,15 @@ class Medium(ABC):
     @abstractmethod
     def close(self) -> None:
         """End what was started."""
+
+
+class HungLockHolder:
+    """Holds the flock of an open file, as another process that was stopped in the middle of a change would."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+        fcntl.flock(self._own, fcntl.LOCK_EX)
+
+    def end(self) -> None:
+        """Let go."""
+        os.close(self._own)

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.media.medium import Medium
+from bench.media.medium import HungLockHolder, Medium
+from connectors.slots.connector import SlotConnector
 from connectors.slots.index import SlotIndex, take_lease_number
 from connectors.slots.index_file import IndexFile, create_index_file, index_bytes
 from connectors.slots.nvme import NvmeConnector
@@ -98,6 +99,14 @@ class NvmeMedium(Medium):
             connector._store = connector._open_store(layout)
             self.reopen_s = time.perf_counter() - started_s
         assert len(connector._store.index.mirror) == len(block_hashes)
+
+    def hang(self, connector: KVConnector) -> bool:
+        assert isinstance(connector, SlotConnector) and connector._store is not None
+        self._holder = HungLockHolder(connector._store.index.file._descriptor)
+        return True
+
+    def resume(self) -> None:
+        self._holder.end()
 
     def close(self) -> None:
         pass

@@ -55,6 +55,13 @@ class RayMedium(Medium):
         assert isinstance(connector, RayConnector)
         connector._known.add(block_hashes, connector._known.epoch)
 
+    def hang(self, connector: KVConnector) -> bool:
+        self._node.pause("directory")
+        return True
+
+    def resume(self) -> None:
+        self._node.resume("directory")
+
     def empty(self) -> None:
         """Blocks of earlier rounds are evicted."""
 

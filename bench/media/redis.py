@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -60,6 +61,13 @@ class RedisMedium(Medium):
     def make_known(self, connector: KVConnector, block_hashes: Sequence[bytes]) -> None:
         assert isinstance(connector, RedisConnector)
         connector._known.add(block_hashes, connector._known.epoch)
+
+    def hang(self, connector: KVConnector) -> bool:
+        self._process.send_signal(signal.SIGSTOP)
+        return True
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def empty(self) -> None:
         """Nothing is removed: flushed memory would go back to the system, and its first touch be all that is measured."""

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.media.medium import BYTES_PER_ROUND, Medium
+from bench.media.medium import BYTES_PER_ROUND, HungLockHolder, Medium
+from connectors.slots.connector import SlotConnector
 from connectors.slots.shm import ShmConnector
 from core.kv.connector import KVConnector, TransferDirection
 from core.kv.layout import KVLayout
@@ -49,6 +50,14 @@ class ShmMedium(Medium):
     def make_known(self, connector: KVConnector, block_hashes: Sequence[bytes]) -> None:
         assert isinstance(connector, ShmConnector) and connector._store is not None
         connector._store.index.mirror._slot_by_hash.update((name, 0) for name in block_hashes)
+
+    def hang(self, connector: KVConnector) -> bool:
+        assert isinstance(connector, SlotConnector) and connector._store is not None
+        self._holder = HungLockHolder(connector._store.index.file._descriptor)
+        return True
+
+    def resume(self) -> None:
+        self._holder.end()
 
     def empty(self) -> None:
         """The pool evicts by itself."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -90,6 +91,13 @@ class TcpMedium(Medium):
         """As if they were in this node's memory; what is not is asked about at the other process."""
         assert isinstance(connector, TcpConnector)
         connector._memory._slot_by_hash.update(dict.fromkeys(block_hashes, 0))
+
+    def hang(self, connector: KVConnector) -> bool:
+        self._process.send_signal(signal.SIGSTOP)
+        return True
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def empty(self) -> None:
         """Nothing: memory of both is recycled, as in a full store."""

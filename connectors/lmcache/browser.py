@@ -15,16 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from connectors.byte_sizes import parse_byte_size
 from connectors.file_lock import Lease
 from connectors.lmcache.object_directory import MAX_BLOCKS_PER_OBJECT, ObjectDirectory, StoredObject
 from connectors.lmcache.object_files import file_name, open_scratch, parse_file_name
+from connectors.lmcache.options import IN_PROCESS, SERVER, parse_options
 from connectors.store_browser import MAX_BLOCK_BYTES, BlockEntry, RawBlock, StoreBrowser, WriteOutcome
 from connectors.stored_block import BLOCK_HEADER_BYTES, read_block_header
 from core.errors import ConfigError, ConnectorError
 
-_DEFAULT_CAPACITY_BYTES = 8 * 1024**3  # as the connector's
-_IN_PROCESS = "in_process"
 _MAX_PROBED_FILES = 64
 
 
@@ -249,12 +247,9 @@ def _translated() -> Iterator[None]:
 
 
 def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
-    """The files below the options' path. Options that only matter to LMCache are looked at by the connector alone. Raises
-    ConfigError or ConnectorError."""
-    if (mode := options.get("mode", _IN_PROCESS)) != _IN_PROCESS:
-        allowed = f"{_IN_PROCESS}, whose files can be looked into: an LMCache server has its own tools for what it holds"
-        raise ConfigError("connector.options.mode", mode, allowed)
-    if not options.get("path"):
-        raise ConfigError("connector.options.path", options.get("path"), "a directory for the blocks")
-    capacity_bytes = parse_byte_size("connector.options.capacity_bytes", options.get("capacity_bytes") or _DEFAULT_CAPACITY_BYTES)
-    return LMCacheBrowser(Path(options["path"]).absolute(), capacity_bytes)
+    """The files below the options' path. Raises ConfigError or ConnectorError."""
+    if options.get("mode") == SERVER:
+        allowed = f"{IN_PROCESS}, whose files can be looked into: an LMCache server has its own tools for what it holds"
+        raise ConfigError("connector.options.mode", SERVER, allowed)
+    parsed = parse_options(options)
+    return LMCacheBrowser(Path(parsed.path).absolute(), parsed.file_capacity_bytes)

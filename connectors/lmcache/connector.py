@@ -1,33 +1,28 @@
-"""The `lmcache` connector: LMCache's StorageManager inside this process, over its native file tier.
+"""The `lmcache` connector: LMCache inside this process, over its native file tier, or a server of LMCache's on this host.
 
-Objects hold several of our blocks, each with our header, since LMCache verifies nothing; the folder's listing is the index. Every
-wait is bounded: what LMCache has not done in time is a miss. Nothing of LMCache is imported before this connector is chosen.
+Objects hold several of our blocks, each with our header, since LMCache verifies nothing; an index says which objects there are.
+Every wait is bounded: what LMCache has not done in time is a miss. Nothing of LMCache is imported unless it is chosen.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import logging
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from connectors.byte_sizes import with_parsed_sizes
 from connectors.known_blocks import KnownBlocks
-from connectors.lmcache.object_directory import MAX_BLOCKS_PER_OBJECT, StoredObject
-from connectors.lmcache.objects import Bytes, LMCacheObjects
+from connectors.lmcache.block_transfers import BlockTransfers
+from connectors.lmcache.object_store import ObjectStore
+from connectors.lmcache.objects import LMCacheObjects
+from connectors.lmcache.options import SERVER, LMCacheOptions, parse_options
+from connectors.lmcache.server_objects import ServerObjects
 from connectors.prefix_chains import PrefixChains
 from connectors.queued_connector import QueuedConnector
-from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, check_block, pack_block_header
 from connectors.transfer_workers import TransferWorkers, failed, refuse_bad_ids
 from core.clock import Clock
-from core.config import options_from_mapping
 from core.errors import ConfigError, ConnectorError
 from core.kv.connector import (
     ConnectorStats,
@@ -38,6 +33,7 @@ from core.kv.connector import (
     TransferOutcome,
     TransferResult,
 )
+from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
 
 logger = logging.getLogger(__name__)
@@ -45,31 +41,6 @@ logger = logging.getLogger(__name__)
 _MAX_KNOWN_BLOCKS = 1_000_000
 _REFRESH_PAUSE_S = 0.05  # how old what a lookup believes may get
 _CLOSE_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class LMCacheOptions:
-    """path: a directory for LMCache's files, a folder per KV layout. capacity_bytes bounds the files of one layout.
-
-    memory_bytes: LMCache's memory, which all data passes. cache_in_memory: what was used last stays there, so that a load of it
-    reads no file. op_timeout_s: how long one step of LMCache's may take.
-    """
-
-    path: str
-    mode: str = "in_process"
-    capacity_bytes: int = 8 * 1024**3
-    memory_bytes: int = 1024**3
-    cache_in_memory: bool = True
-    num_threads: int = 2
-    op_timeout_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        if self.mode != "in_process":
-            raise ConfigError("connector.options.mode", self.mode, "in_process")
-        if not 1 <= self.num_threads <= 64:
-            raise ConfigError("connector.options.num_threads", self.num_threads, "1 to 64")
-        if not 0.01 <= self.op_timeout_s <= 60:
-            raise ConfigError("connector.options.op_timeout_s", self.op_timeout_s, "0.01 to 60")
 
 
 class LMCacheConnector(QueuedConnector):
@@ -84,16 +55,16 @@ class LMCacheConnector(QueuedConnector):
         self._chains = PrefixChains()
         self._questions: deque[tuple[str, Sequence[bytes], int]] = deque()
         self._looked_at_s = float("-inf")
-        self._objects: LMCacheObjects | None = None
+        self._objects: ObjectStore | None = None
+        self._transfers: BlockTransfers | None = None
         self._close_mutex = threading.Lock()
-        self._save_mutex = threading.Lock()  # one at a time, so that no object is written twice at once
-        self._mutex = threading.Lock()  # of the two below
-        self._num_errors = self._num_evictions = 0
+        self._error_mutex = threading.Lock()
+        self._num_errors = 0
         self._is_closed = False
 
     # -- scheduler half ------------------------------------------------------------------------------------------------
     def get_num_new_matched_tokens(self, lookup: PrefixLookup, num_computed_tokens: int) -> int | None:
-        """As the interface says, from what is known of the folder."""
+        """As the interface says, from what is known of the store."""
         if self._is_closed or lookup.block_size != self._layout.block_size:
             return 0
         request_id, block_hashes = lookup.request_id, lookup.block_hashes
@@ -109,26 +80,39 @@ class LMCacheConnector(QueuedConnector):
 
     # -- worker half ---------------------------------------------------------------------------------------------------
     def register_kv_cache(self, pool: KVPoolMemory) -> None:
-        """Start LMCache and the threads. Raises ConnectorError where it cannot be started."""
+        """Start LMCache and the threads. Raises ConnectorError where it cannot be started; a server may come later."""
         self._pool, self._layout = pool, pool.layout
-        self._pool_bytes = np.frombuffer(pool.buffer, dtype=np.uint8)
-        self._fingerprint = pool.layout.fingerprint
         try:
-            options = self._options
-            self._objects = LMCacheObjects(
-                options.path,
-                pool.layout,
-                options.memory_bytes,
-                options.cache_in_memory,
-                options.op_timeout_s,
-                options.num_threads,
-            )
+            self._objects = self._open_objects(pool.layout)
         except ConfigError:
             raise
         except Exception as error:  # whatever LMCache raises: it promises nothing
-            raise ConnectorError(f"LMCache cannot be started on {self._options.path}: {error!r}") from error
+            raise ConnectorError(f"LMCache cannot be started with {self._options}: {error!r}") from error
+        self._transfers = BlockTransfers(pool, self._workers, self._chains, self._known)
         self._workers.start_threads(self._options.num_threads, "kv-lmcache")
         self._workers.request_background()
+
+    def _open_objects(self, layout: KVLayout) -> ObjectStore:
+        options = self._options
+        if options.mode == SERVER:
+            return ServerObjects(
+                options.server,
+                options.http,
+                options.namespace,
+                layout,
+                options.capacity_bytes,
+                options.op_timeout_s,
+                self._clock,
+            )
+        return LMCacheObjects(
+            options.path,
+            layout,
+            options.file_capacity_bytes,
+            options.memory_bytes,
+            options.cache_in_memory,
+            options.op_timeout_s,
+            options.num_threads,
+        )
 
     def close(self) -> None:
         """As the interface says. LMCache ends on a thread of its own, which is left behind if it hangs."""
@@ -142,16 +126,17 @@ class LMCacheConnector(QueuedConnector):
                 thread.join(_CLOSE_TIMEOUT_S)
 
     def stats(self) -> ConnectorStats:
-        """Of the folder, as last seen; headers are counted."""
-        num_open, objects = self._workers.num_in_flight, self._objects
+        """As last seen; headers are counted."""
+        num_open, objects, transfers = self._workers.num_in_flight, self._objects, self._transfers
+        num_evictions = 0 if transfers is None else transfers.num_evictions
         if objects is None:
-            return ConnectorStats(num_errors=self._num_errors, num_open_references=num_open, num_evictions=self._num_evictions)
+            return ConnectorStats(num_errors=self._num_errors, num_open_references=num_open, num_evictions=num_evictions)
         return ConnectorStats(
             store_bytes=objects.directory.num_blocks * objects.unit_bytes,
             store_blocks=objects.directory.num_blocks,
-            capacity_bytes=self._options.capacity_bytes,
-            num_evictions=self._num_evictions,
-            num_errors=self._num_errors,
+            capacity_bytes=objects.capacity_bytes,
+            num_evictions=num_evictions,
+            num_errors=self._num_errors + objects.num_faults,
             num_open_references=num_open,
         )
 
@@ -173,186 +158,40 @@ class LMCacheConnector(QueuedConnector):
             self._known.note_check(request_id, absent, self._known.epoch)
         if questions:
             self._notify()
-        objects.let_go_of_late_reads()
+        objects.tidy()
         return bool(self._questions)
 
-    def _learn(self, objects: LMCacheObjects) -> None:
-        was_present = objects.directory.is_present
-        came, went = objects.directory.refresh()
+    def _learn(self, objects: ObjectStore) -> None:
+        came, went = objects.refresh()
         if went:
             self._known.begin_epoch()
             self._known.remove(went)
         self._known.add(came, self._known.epoch)
-        if was_present and not objects.directory.is_present:
-            with self._mutex:
-                self._num_errors += 1
-            logger.warning("the folder of the lmcache store is gone; it is made anew")
 
     def _execute(self, transfer: Transfer) -> TransferResult:
-        objects = self._objects
         refused = refuse_bad_ids(transfer, self._pool.num_blocks)
-        if refused is not None:
-            result = refused
-        elif objects is None:
-            result = failed(transfer, TransferOutcome.CANCELLED, "the connector is closed")
-        else:
-            try:
-                self._learn(objects)
-                if transfer.direction is TransferDirection.LOAD:
-                    result = self._load(objects, transfer)
-                else:
-                    with self._save_mutex:
-                        result = self._save(objects, transfer)
-            except Exception as error:  # whatever LMCache raises: it promises nothing
-                result = failed(transfer, TransferOutcome.ERROR, repr(error))
+        result = refused if refused is not None else self._move(transfer)
         if result.outcome not in (TransferOutcome.OK, TransferOutcome.MISS, TransferOutcome.CANCELLED):
-            with self._mutex:
+            with self._error_mutex:
                 self._num_errors += 1
             logger.warning("%s of %s: %s", transfer.direction.value, transfer.request_id, result.detail)
         return result
 
-    def _load(self, objects: LMCacheObjects, transfer: Transfer) -> TransferResult:
-        names = transfer.block_hashes
-        found: list[StoredObject] = []
-        for name in names:
-            if (holder := objects.directory.find(name)) is None:
-                break
-            found.append(holder)
-        positions_by_object: dict[StoredObject, list[int]] = {}
-        for position, stored in enumerate(found):
-            positions_by_object.setdefault(stored, []).append(position)
-        checks: dict[int, BlockCheck] = {}
-        read: set[StoredObject] = set()
-        tried: set[StoredObject] = set()
-        stopped: TransferOutcome | None = None
-
-        def take(stored: StoredObject, view: Bytes | None) -> None:
-            self._take_blocks(stored, view, positions_by_object[stored], transfer, checks)
-
-        with contextlib.closing(objects.read_steps(list(positions_by_object))) as steps:
-            for started in steps:
-                if stopped := self._workers.should_stop(transfer):
-                    with objects.reading(started, lambda: True):
-                        break
-                with objects.reading(started, lambda: self._workers.should_stop(transfer) is not None) as views:
-                    if views is None:
-                        stopped = TransferOutcome.TIMEOUT
-                        break
-                    tried.update(started.batch)
-                    read.update(views)
-                    self._workers.run_jobs([functools.partial(take, stored, views.get(stored)) for stored in started.batch])
-        num_ok = next((index for index in range(len(names)) if checks.get(index) is not BlockCheck.OK), len(names))
-        unread = {stored for stored in positions_by_object if stored not in read}
-        damaged = {found[position] for position, check in checks.items() if check is not BlockCheck.OK} - unread
-        # LMCache does not say why it has not read an object: it may be gone, or cut, or there was no memory for the moment.
-        damaged |= {stored for stored in unread if stored in tried and not objects.is_whole(stored)}
-        is_corrupt = any(stored in damaged - unread for stored in found[num_ok : num_ok + 1])
-        if damaged:  # would block their keys for good
-            self._forget(objects, [stored.name for stored in damaged])
-        objects.directory.touch([*self._chains.note_transfer(transfer.request_id, names[:num_ok]), *names[:num_ok]])
-        moved_bytes = num_ok * self._layout.block_bytes
-        if num_ok == len(names):
-            return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.OK, moved_bytes)
-        if stopped is not None and not is_corrupt:
-            stopped = TransferOutcome.CANCELLED if self._is_closed else stopped
-            return TransferResult(transfer.transfer_id, num_ok, stopped, moved_bytes, "given up before the end")
-        outcome = TransferOutcome.CORRUPT if is_corrupt else TransferOutcome.MISS
-        return TransferResult(transfer.transfer_id, num_ok, outcome, moved_bytes, f"block {names[num_ok].hex()} is not there")
-
-    def _take_blocks(
-        self,
-        stored: StoredObject,
-        view: Bytes | None,
-        positions: Sequence[int],
-        transfer: Transfer,
-        checks: dict[int, BlockCheck],
-    ) -> None:
-        """Copy out of an object, then verify the copy."""
-        hashes = stored.block_hashes
-        for position in positions:
-            name = transfer.block_hashes[position]
-            if view is None:
-                checks[position] = BlockCheck.MISS
-                continue
-            start = hashes.index(name) * (BLOCK_HEADER_BYTES + self._layout.block_bytes)
-            payload = self._block(transfer.block_ids[position])
-            header = view[start : start + BLOCK_HEADER_BYTES].tobytes()
-            np.copyto(payload, view[start + BLOCK_HEADER_BYTES : start + BLOCK_HEADER_BYTES + len(payload)])
-            checks[position] = check_block(header, payload.data, self._fingerprint, name)
-
-    def _save(self, objects: LMCacheObjects, transfer: Transfer) -> TransferResult:
-        names, directory = transfer.block_hashes, objects.directory
-        ancestors = self._chains.note_transfer(transfer.request_id, names)
-        directory.touch([*ancestors, *names])
-        new = [position for position, name in enumerate(names) if directory.find(name) is None and name not in names[:position]]
-        room = self._make_room(objects, len(new), [*ancestors, *names])
-        num_moved, stopped = 0, None
-        for batch in objects.batches(_group(names, new[:room])):
-            if stopped := self._workers.should_stop(transfer):
-                break
-
-            def fill_one(stored: StoredObject, view: Bytes) -> None:
-                for number, name in enumerate(stored.block_hashes):
-                    payload = self._block(transfer.block_ids[names.index(name)])
-                    start = number * (BLOCK_HEADER_BYTES + len(payload))
-                    header = pack_block_header(self._fingerprint, name, payload.data)
-                    view[start : start + BLOCK_HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
-                    np.copyto(view[start + BLOCK_HEADER_BYTES : start + BLOCK_HEADER_BYTES + len(payload)], payload)
-
-            def fill(several: Sequence[tuple[StoredObject, Bytes]]) -> None:
-                self._workers.run_jobs([functools.partial(fill_one, *each) for each in several])
-
-            written = objects.write(batch, fill, lambda: self._workers.should_stop(transfer) is not None)
-            directory.add(stored.name for stored in written)
-            num_moved += sum(stored.num_blocks for stored in written)
-            if len(written) < len(batch):
-                stopped = self._workers.should_stop(transfer) or TransferOutcome.ERROR
-                break
-        directory.touch([*ancestors, *names])
-        present = [directory.find(name) is not None for name in names]
-        self._known.add([name for name, is_there in zip(names, present, strict=True) if is_there], self._known.epoch)
-        num_ok = (*present, False).index(False)
-        moved_bytes = num_moved * self._layout.block_bytes
-        if num_ok == len(names):
-            return TransferResult(transfer.transfer_id, num_ok, TransferOutcome.OK, moved_bytes)
-        outcome = TransferOutcome.CANCELLED if stopped and self._is_closed else stopped or TransferOutcome.MISS
-        return TransferResult(transfer.transfer_id, num_ok, outcome, moved_bytes, "LMCache has not stored it")
-
-    def _make_room(self, objects: LMCacheObjects, num_blocks: int, spared: Sequence[bytes]) -> int:
-        """Evict what was used longest ago; for how many of the blocks there is room now."""
-        capacity = self._options.capacity_bytes // objects.unit_bytes
-        excess = objects.directory.num_blocks + num_blocks - capacity
-        if excess > 0:
-            names = objects.directory.pick_oldest(excess, spared)
-            self._forget(objects, names)
-            with self._mutex:
-                self._num_evictions += sum(StoredObject(name).num_blocks for name in names)
-        return max(0, min(num_blocks, capacity - objects.directory.num_blocks))
-
-    def _forget(self, objects: LMCacheObjects, names: Sequence[bytes]) -> None:
-        objects.delete(names)
-        for name in names:
-            self._known.remove(objects.directory.remove(name))
-
-    def _block(self, block_id: int) -> Bytes:
-        start = block_id * self._layout.block_stride_bytes
-        return self._pool_bytes[start : start + self._layout.block_bytes]
-
-
-def _group(names: Sequence[bytes], positions: Sequence[int]) -> list[StoredObject]:
-    """Runs of adjacent positions as objects."""
-    groups: list[list[int]] = []
-    for position in positions:
-        if groups and len(groups[-1]) < MAX_BLOCKS_PER_OBJECT and groups[-1][-1] + 1 == position:
-            groups[-1].append(position)
-        else:
-            groups.append([position])
-    return [StoredObject(b"".join(names[position] for position in group)) for group in groups]
+    def _move(self, transfer: Transfer) -> TransferResult:
+        objects, transfers = self._objects, self._transfers
+        if objects is None or transfers is None:
+            return failed(transfer, TransferOutcome.CANCELLED, "the connector is closed")
+        try:
+            self._learn(objects)
+            if objects.why_away is not None:
+                return failed(transfer, TransferOutcome.ERROR, objects.why_away)
+            if transfer.direction is TransferDirection.LOAD:
+                return transfers.load(objects, transfer)
+            return transfers.save(objects, transfer)
+        except Exception as error:  # whatever LMCache raises: it promises nothing
+            return failed(transfer, TransferOutcome.ERROR, repr(error))
 
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
     """Options: see LMCacheOptions. Raises ConfigError."""
-    if not options.get("path"):
-        raise ConfigError("connector.options.path", options.get("path"), "a directory for the blocks")
-    sized = with_parsed_sizes(options, ("capacity_bytes", "memory_bytes"), "connector.options")
-    return LMCacheConnector(options_from_mapping(LMCacheOptions, sized, "connector.options"), clock)
+    return LMCacheConnector(parse_options(options), clock)

@@ -61,6 +61,11 @@ class ObjectDirectory:
         """In all objects."""
         return self._num_blocks
 
+    def block_hashes(self) -> list[bytes]:
+        """Of all blocks."""
+        with self._mutex:
+            return list(self._object_by_hash)
+
     def find(self, block_hash: bytes) -> StoredObject | None:
         """The object that holds a block."""
         return self._object_by_hash.get(block_hash)

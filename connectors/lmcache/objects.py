@@ -1,65 +1,59 @@
-"""Objects in LMCache: its StorageManager in this process, with its native file tier under it. The one file that imports LMCache.
-
-Says what was stored and what was read, within bounds of time; verifies nothing. See lmcache.py, which does.
-"""
+"""Objects in LMCache: its StorageManager in this process, with its native file tier under it."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import logging
 import shutil
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from connectors.lmcache.library import FSNativeL2AdapterConfig, L2AdaptersConfig, api, config, internal_api, storage_manager
 from connectors.lmcache.object_directory import MAX_BLOCKS_PER_OBJECT, ObjectDirectory, StoredObject
 from connectors.lmcache.object_files import MODEL_NAME, file_name, open_scratch, parse_file_name
+from connectors.lmcache.object_store import Bytes, ObjectStore, Reading
 from connectors.stored_block import BLOCK_HEADER_BYTES
 from core.errors import ConfigError
 from core.kv.layout import PAGE_BYTES, KVLayout
 
-# LMCache reads its settings from the environment when it is imported.
-os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")  # else it sends usage statistics to its makers
-os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")  # what it calls errors are misses here
-
-from lmcache.v1.distributed import api, config, internal_api, storage_manager
-from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
-from lmcache.v1.distributed.l2_adapters.fs_native_l2_adapter import FSNativeL2AdapterConfig
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+logger = logging.getLogger(__name__)
 
 _WAIT_S = 0.02  # between looks at whether to stop
 _UNLOCK_TIMEOUT_S = 0.5  # for LMCache to let go of what it has just written to a file
-_OBJECTS_PER_STEP = 4  # filled, or read, at a time
+_OBJECTS_PER_WRITE_STEP = 4  # filled at a time
+_BYTES_PER_READ_STEP = (
+    32 * 1024 * 1024
+)  # each request costs LMCache a millisecond of CPU, and each size of objects is one of its own
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Objects that LMCache has been asked for, with its handles and the keys of each."""
-
-    batch: Sequence[StoredObject]
-    handles: list[tuple[Any, list[Any]]]
-
-
-class LMCacheObjects:
-    """The objects of one KV layout, in <path>/<layout>. Any thread; no two may write the same object at once.
+class LMCacheObjects(ObjectStore):
+    """The objects of one KV layout, in <path>/<layout>.
 
     LMCache's memory is ours to fill and to empty: its own eviction looks only now and then, and writing would fail meanwhile.
     """
 
     def __init__(
-        self, path: str, layout: KVLayout, memory_bytes: int, caches_in_memory: bool, op_timeout_s: float, num_threads: int
+        self,
+        path: str,
+        layout: KVLayout,
+        capacity_bytes: int,
+        memory_bytes: int,
+        caches_in_memory: bool,
+        op_timeout_s: float,
+        num_threads: int,
     ) -> None:
+        self.capacity_bytes = capacity_bytes
         self.unit_bytes = BLOCK_HEADER_BYTES + layout.block_bytes
         self._object_bytes = -(-self.unit_bytes * MAX_BLOCKS_PER_OBJECT // PAGE_BYTES) * PAGE_BYTES
         num_shares = 2 * num_threads + 2  # each thread's batch, with as much left over as the cache keeps
         self._max_batch = memory_bytes // num_shares // self._object_bytes
+        self._read_step_bytes = min(_BYTES_PER_READ_STEP, memory_bytes // num_shares // 2)
         if not self._max_batch:
             allowed = f"{num_shares * self._object_bytes} or more, for blocks of {layout.block_bytes} bytes"
             raise ConfigError("connector.options.memory_bytes", memory_bytes, allowed)
@@ -89,6 +83,15 @@ class LMCacheObjects:
         )
         self._manager.register_l2_listener(self._stored)
 
+    def refresh(self) -> tuple[Sequence[bytes], Sequence[bytes]]:
+        """As the interface says."""
+        was_present = self.directory.is_present
+        changes = self.directory.refresh()
+        if was_present and not self.directory.is_present:
+            self.num_faults += 1
+            logger.warning("the folder %s is gone; it is made anew", self._folder)
+        return changes
+
     def batches(self, objects: Sequence[StoredObject]) -> Iterator[Sequence[StoredObject]]:
         """Parts that LMCache's memory has room for."""
         for start in range(0, len(objects), self._max_batch):
@@ -96,12 +99,10 @@ class LMCacheObjects:
 
     def read_steps(self, objects: Sequence[StoredObject]) -> Generator[Reading, None, None]:
         """Begin to read all of these in small parts, one part ahead of what is taken; see reading(), which ends each."""
-        size = max(1, min(_OBJECTS_PER_STEP, self._max_batch // 2))
         ahead: Reading | None = None
         try:
-            for start in range(0, len(objects), size):
-                started = self._start_reading(objects[start : start + size])
-                current, ahead = ahead, started
+            for step in self._read_batches(objects):
+                current, ahead = ahead, self._start_reading(step)
                 if current is not None:
                     yield current
             current, ahead = ahead, None
@@ -111,6 +112,16 @@ class LMCacheObjects:
             if ahead is not None:
                 with self._mutex:
                     self._late_reads += ahead.handles
+
+    def _read_batches(self, objects: Sequence[StoredObject]) -> Iterator[Sequence[StoredObject]]:
+        batch: list[StoredObject] = []
+        for stored in objects:
+            if batch and sum(map(self._memory_of, batch)) + self._memory_of(stored) > self._read_step_bytes:
+                yield batch
+                batch = []
+            batch.append(stored)
+        if batch:
+            yield batch
 
     def _start_reading(self, batch: Sequence[StoredObject]) -> Reading:
         with self._mutex:
@@ -144,8 +155,8 @@ class LMCacheObjects:
         names = {key.chunk_hash for key in reserved}
         self._stored.expect(names)
         waiting = list(reserved)
-        for start in range(0, len(waiting), _OBJECTS_PER_STEP):  # LMCache writes these while the next are filled
-            step = waiting[start : start + _OBJECTS_PER_STEP]
+        for start in range(0, len(waiting), _OBJECTS_PER_WRITE_STEP):  # LMCache writes these while the next are filled
+            step = waiting[start : start + _OBJECTS_PER_WRITE_STEP]
             fill([(keys[key], _bytes_of(reserved[key])) for key in step])
             self._manager.finish_write(step)
         deadline_s = time.monotonic() + self._op_timeout_s
@@ -190,7 +201,7 @@ class LMCacheObjects:
         except OSError:
             return False
 
-    def let_go_of_late_reads(self) -> None:
+    def tidy(self) -> None:
         """Reads that were given up hold memory until they have ended."""
         with self._mutex:
             late, self._late_reads = self._late_reads, []

@@ -56,22 +56,19 @@ class _Writer:
         self.connection = door.open(descriptor)
 
     def write(self, blocks: Sequence[RawBlock]) -> list[WriteOutcome]:
-        """At most num_blocks, the first to be evicted first. Raises OSError or ConnectorError."""
+        """At most num_blocks. Raises OSError or ConnectorError."""
         names = []
         for position, block in enumerate(blocks):
             header = read_block_header(block.header)
             assert header is not None, "only verified blocks are written"
             names.append(header.block_hash)
             self._pool[position * self._block_bytes : (position + 1) * self._block_bytes] = block.payload
-        stream = self.connection.stream
-        stream.begin()
-        stream.send(Operation.PUT, pack_put(names, range(len(names)), []))
-        flags, _status = stream.receive_answer(len(names))
+        flags, _status = self.connection.stream.ask(Operation.PUT, pack_put(names, range(len(names)), []), len(names))
         return [_OUTCOMES[flag] if flag < len(_OUTCOMES) else WriteOutcome.NO_ROOM for flag in flags]
 
 
 class RayBrowser(StoreBrowser):
-    """All layouts of a namespace on this node. An entry's handle is its number in its store."""
+    """All layouts of a namespace on this node. An entry's handle is the number of the block's place."""
 
     def __init__(self, options: RayOptions) -> None:
         """Raises ConnectorError where there is no directory, or none that answers."""
@@ -97,8 +94,8 @@ class RayBrowser(StoreBrowser):
             while True:
                 with self._translated():
                     first, listed = self._list(connection, first)
-                for name, number, order, used_s in LISTED_BLOCK.iter_unpack(listed):
-                    yield BlockEntry(fingerprint, name, num_bytes, order, f"number {number}", used_s, handle=number)
+                for name, number, offset, order, used_s in LISTED_BLOCK.iter_unpack(listed):
+                    yield BlockEntry(fingerprint, name, num_bytes, order, f"byte {offset}", used_s, handle=number)
                 if not first:
                     break
 
@@ -145,7 +142,7 @@ class RayBrowser(StoreBrowser):
         return RawBlock(header, self._connections[fingerprint].store[offset:end].tobytes())
 
     def write(self, blocks: Sequence[RawBlock]) -> list[WriteOutcome]:
-        """Makes the store of a layout that is not there. Blocks that were encoded are of another size: they are no plain ones."""
+        """Makes the store of a layout that is not there. What was used last is sent first, as prefixes begin."""
         outcomes = dict.fromkeys(range(len(blocks)), WriteOutcome.OTHER_SIZE)
         by_layout: dict[bytes, list[int]] = {}
         for position, block in enumerate(blocks):
@@ -153,18 +150,20 @@ class RayBrowser(StoreBrowser):
             assert header is not None, "only verified blocks are written"
             if header.version == PLAIN_VERSION:
                 by_layout.setdefault(header.layout_fingerprint, []).append(position)
+            else:  # the directory would call its bytes a plain block's
+                outcomes[position] = WriteOutcome.OTHER_FORM
         for fingerprint, positions in by_layout.items():
             with self._translated():
                 num_bytes = self._block_bytes.get(fingerprint, len(blocks[positions[0]].payload))
                 writer = self._writer(fingerprint, num_bytes)
                 fitting = [position for position in positions if len(blocks[position].payload) == num_bytes]
                 for start in range(0, len(fitting), writer.num_blocks):
-                    part = fitting[start : start + writer.num_blocks]
+                    part = fitting[start : start + writer.num_blocks][::-1]
                     outcomes.update(zip(part, writer.write([blocks[position] for position in part]), strict=True))
         return list(outcomes.values())
 
     def remove(self, entries: Sequence[BlockEntry]) -> int:
-        """A block that was stored anew meanwhile stays."""
+        """A block that has gone and come again stays."""
         num_removed = 0
         for batch in in_batches(entries):
             connection = self._connections[batch[0].layout_fingerprint]

@@ -23,11 +23,11 @@ _FIRST_SLAB_BYTES = 4 * 1024 * 1024  # then as much as there is, up to a whole o
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """Where a block is, for as long as it is found under its name or somebody copies it. number: of all that its store had."""
+    """Where a block is, for as long as it is found under its name or somebody copies it."""
 
     offset: int
     header: bytes
-    number: int
+    number: int  # in its store: a block that goes and comes again has another one
     last_used_s: float  # Unix time
     num_pins: int = 0
     is_forgotten: bool = False
@@ -65,6 +65,10 @@ class StoreIndex:
         """Where a block is, if it is stored."""
         return self._place_by_name.get(name)
 
+    def names(self) -> list[bytes]:
+        """Of all blocks, the least recently used first."""
+        return list(self._place_by_name)
+
     def touch(self, chain: Sequence[bytes]) -> None:
         """These were used now; chain goes from a prefix's beginning to its end."""
         now_s = time.time()
@@ -73,10 +77,6 @@ class StoreIndex:
             if place is not None:
                 place.last_used_s = now_s
                 self._place_by_name.move_to_end(name)
-
-    def names(self) -> list[bytes]:
-        """Of all blocks, the least recently used first."""
-        return list(self._place_by_name)
 
     def unpin(self, place: Place) -> None:
         """One reader less."""
@@ -128,9 +128,9 @@ class StoreIndex:
         self._free_offsets += offsets
 
     def commit(self, names: Sequence[bytes], offsets: Sequence[int], headers: Sequence[bytes]) -> None:
-        """Slots that were taken hold these blocks now; what another has stored meanwhile stays as it is."""
+        """Slots that were taken hold these blocks now, used as in a prefix; what another has stored meanwhile stays as it is."""
         now_s = time.time()
-        for name, offset, header in zip(names, offsets, headers, strict=True):
+        for name, offset, header in reversed(list(zip(names, offsets, headers, strict=True))):
             if name in self._place_by_name:
                 self._free_offsets.append(offset)
             else:

@@ -45,7 +45,7 @@ class Operation(enum.IntEnum):
     STORES = 9  # a namespace, instead of HELLO: which stores it has, as JSON. The connection ends
     LIST = 10  # of visitors, as are the next two; see visits.py: a page of what the store on this node holds
     INSPECT = 11  # as LOCATE, with names alone: this node's, and not as a use of them
-    REMOVE = 12  # names, each with the number of the object that it was listed in: which of them went
+    REMOVE = 12  # names, each with the number of the place that it was listed at: which of them went
     OK = 100
     REFUSED = 101  # the reason, as text
 

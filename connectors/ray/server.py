@@ -16,8 +16,6 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +33,9 @@ from connectors.ray.messages import (
     unpack_names,
     unpack_put,
 )
+from connectors.ray.sessions import BorrowedBlocks, OpenStore, Session, parse_hello
 from connectors.ray.slabs import ObjectMedium, SlabMaker
-from connectors.ray.visits import describe_stores, list_page, remove_listed
+from connectors.ray.visits import VISITS, answer_visit, describe_stores
 from connectors.stored_block import BLOCK_HEADER_BYTES, pack_block_header
 from core.errors import ConnectorError
 
@@ -48,14 +47,6 @@ USABLE_FRACTION = (
 _TICK_S = 0.2
 _SEND_TIMEOUT_S = 10.0
 _NO_HEADER = bytes(BLOCK_HEADER_BYTES)
-
-
-@dataclass(eq=False, slots=True)
-class BorrowedBlocks:
-    """Blocks of another node's directory, brought to this node: name to offset and header; keeper holds them there."""
-
-    places: dict[bytes, tuple[int, bytes]]
-    keeper: Any
 
 
 class Peers(ABC):
@@ -70,37 +61,6 @@ class Peers(ABC):
         """Bring those that some other node has to this one. Does not raise."""
 
 
-@dataclass(eq=False, slots=True)
-class _Store:
-    index: StoreIndex
-    linger_s: float
-    num_connections: int = 0
-    unused_since_s: float = field(default_factory=time.monotonic)
-
-
-@dataclass(eq=False, slots=True)
-class _Session:
-    """One connection, after its HELLO."""
-
-    stream: FrameStream
-    key: str
-    store: _Store
-    fingerprint: bytes
-    block_bytes: int
-    stride_bytes: int
-    timeout_s: float
-    pool: npt.NDArray[np.uint8] | None
-    pins: list[Place] = field(default_factory=list)
-    borrowed: BorrowedBlocks | None = None
-    is_visitor: bool = False
-    listed: list[bytes] = field(default_factory=list)  # by a visitor
-
-    @property
-    def is_user(self) -> bool:
-        """Whether it keeps its store; visitors do while they write."""
-        return not self.is_visitor or self.pool is not None
-
-
 class DirectoryServer:
     """Serves until nobody has used it for linger_s; then it calls end()."""
 
@@ -111,7 +71,7 @@ class DirectoryServer:
         self._end = end
         self.mutex = threading.Lock()  # of everything below
         self._listener_by_address: dict[bytes, socket.socket] = {}
-        self._stores: dict[str, _Store] = {}
+        self._stores: dict[str, OpenStore] = {}
         self._num_connections = 0
         self._unused_since_s = time.monotonic()
         self._is_ending = False
@@ -190,7 +150,7 @@ class DirectoryServer:
     def _is_unused(self, now_s: float) -> bool:
         """Ends stores, and says whether the directory is to end. The caller holds the mutex."""
         for key, store in list(self._stores.items()):
-            if not store.num_connections and now_s - store.unused_since_s >= store.linger_s:
+            if store.is_unused(now_s):
                 del self._stores[key]
                 self._slabs.drop(store.index)
         if self._num_connections:
@@ -199,7 +159,7 @@ class DirectoryServer:
 
     def _serve(self, connected: socket.socket) -> None:
         stream = FrameStream(connected, _SEND_TIMEOUT_S)
-        session: _Session | None = None
+        session: Session | None = None
         try:
             check_peer(connected)
             stream.begin()
@@ -227,52 +187,40 @@ class DirectoryServer:
             with self.mutex:
                 self._num_connections -= 1
                 if session is not None:
-                    self._release(session)
-                    if session.is_user:
-                        session.store.num_connections -= 1
-                        session.store.unused_since_s = time.monotonic()
+                    session.leave()
 
-    def _greet(self, stream: FrameStream, operation: Operation, body: bytes, descriptor: int | None) -> _Session:
+    def _greet(self, stream: FrameStream, operation: Operation, body: bytes, descriptor: int | None) -> Session:
         """Raises OSError or ConnectorError."""
         with contextlib.ExitStack() as closing:
             if descriptor is not None:
                 closing.callback(os.close, descriptor)
             if operation is not Operation.HELLO:
                 raise ConnectorError("a connection begins without HELLO")
-            try:
-                hello = json.loads(body)
-                fingerprint = bytes.fromhex(hello["layout"])
-                key = f"{hello['namespace']}/{fingerprint.hex()}"
-                numbers = [
-                    int(hello[name]) for name in ("block_bytes", "stride_bytes", "num_blocks", "capacity_bytes", "object_bytes")
-                ]
-                linger_s, timeout_s = float(hello["linger_s"]), float(hello["op_timeout_s"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConnectorError(f"HELLO is not understood: {error!r}") from error
-            block_bytes, stride_bytes, num_blocks, capacity_bytes, object_bytes = numbers
-            pool = None if descriptor is None else self._map_pool(descriptor, stride_bytes * num_blocks)
+            hello = parse_hello(body)
+            pool = None if descriptor is None else self._map_pool(descriptor, hello.stride_bytes * hello.num_blocks)
             with self.mutex:
-                is_visitor = bool(hello.get("visitor", False))
-                if key not in self._stores:
-                    index = StoreIndex(min(capacity_bytes, self._max_bytes), block_bytes, object_bytes)
-                    self._stores[key] = _Store(index, linger_s)
-                store = self._stores[key]
-                if not is_visitor:
-                    store.linger_s = linger_s
-                session = _Session(
-                    stream, key, store, fingerprint, block_bytes, stride_bytes, timeout_s, pool, is_visitor=is_visitor
-                )
-                store.num_connections += session.is_user
+                if hello.key not in self._stores:
+                    if hello.is_visitor and pool is None:
+                        raise ConnectorError("the store of a visitor has ended")
+                    index = StoreIndex(min(hello.capacity_bytes, self._max_bytes), hello.block_bytes, hello.object_bytes)
+                    self._stores[hello.key] = OpenStore(index, hello.linger_s)
+                store = self._stores[hello.key]
+                if store.index.block_bytes != hello.block_bytes:
+                    raise ConnectorError(f"blocks of {hello.block_bytes} bytes, in a store of {store.index.block_bytes} each")
+                if not hello.is_visitor:
+                    store.linger_s = hello.linger_s
+                session = Session(stream, hello, store, pool)
+                session.join()
             return session
 
-    def _welcome(self, session: _Session) -> None:
+    def _welcome(self, session: Session) -> None:
         """Answer HELLO. Raises OSError: the session counts already, and has to end."""
         with self.mutex:
             status = session.store.index.status()
         session.stream.send(
             Operation.OK,
             json.dumps({"medium_bytes": self._medium.num_bytes}).encode() + pack_status(status),
-            None if session.pool is None and not session.is_visitor else self._medium.descriptor,
+            self._medium.descriptor if session.has_store_memory else None,
         )
 
     def _map_pool(self, descriptor: int, num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -285,20 +233,13 @@ class DirectoryServer:
                 self._pools[found.st_dev, found.st_ino] = pool
         return pool
 
-    def _release(self, session: _Session) -> None:
-        """The caller holds the mutex."""
-        for place in session.pins:
-            session.store.index.unpin(place)
-        session.pins.clear()
-        session.borrowed = None
-
     # -- questions -----------------------------------------------------------------------------------------------------
-    def _answer(self, session: _Session, operation: Operation, body: bytes) -> None:
+    def _answer(self, session: Session, operation: Operation, body: bytes) -> None:
         """Raises OSError or ConnectorError, which end the connection."""
         index = session.store.index
         if operation is Operation.RELEASE:
             with self.mutex:
-                self._release(session)
+                session.release()
             return
         if operation is Operation.PUT:
             answer, refusal = self._put(session, body)
@@ -306,15 +247,7 @@ class DirectoryServer:
                 session.stream.send(Operation.REFUSED, refusal.encode())
                 return
         elif operation is Operation.LOCATE:
-            answer = self._locate(session, *unpack_chain(body))
-        elif operation is Operation.INSPECT:
-            answer = self._locate(session, [], unpack_names(body), is_visit=True)
-        elif operation is Operation.LIST:
-            with self.mutex:
-                answer = list_page(index, session.listed, body)
-        elif operation is Operation.REMOVE:
-            with self.mutex:
-                answer = remove_listed(index, body)
+            answer = self._locate(session, body)
         elif operation is Operation.LOOKUP:
             answer = self._look_up(session, unpack_names(body))
         elif operation is Operation.TOUCH:
@@ -326,46 +259,50 @@ class DirectoryServer:
             with self.mutex:
                 index.forget(unpack_names(body))
             answer = b""
+        elif operation in VISITS:
+            with self.mutex:
+                session.release()
+                answer = answer_visit(operation, body, index, session.listed, session.pins)
         else:
             raise ConnectorError("a question of an unknown kind")
         with self.mutex:
             status = index.status()
         session.stream.send(Operation.OK, answer + pack_status(status))
 
-    def _look_up(self, session: _Session, names: list[bytes]) -> bytes:
+    def _look_up(self, session: Session, names: list[bytes]) -> bytes:
         with self.mutex:
             missing = [name for name in names if session.store.index.find(name) is None]
-        found = self._peers.find(session.key, missing, session.timeout_s / 2) if missing else set()
+        found = self._peers.find(session.hello.key, missing, session.hello.op_timeout_s / 2) if missing else set()
         absent = set(missing) - found
         return bytes(name not in absent for name in names)
 
-    def _locate(self, session: _Session, ancestors: list[bytes], names: list[bytes], *, is_visit: bool = False) -> bytes:
-        index = session.store.index
+    def _locate(self, session: Session, body: bytes) -> bytes:
+        ancestors, names = unpack_chain(body)
+        index, hello = session.store.index, session.hello
         with self.mutex:
-            self._release(session)
-            if not is_visit:
-                index.touch([*ancestors, *names])
+            session.release()
+            index.touch([*ancestors, *names])
             found = {name: place for name in names if (place := index.find(name))}
             session.pins = list(found.values())
             for place in session.pins:
                 place.num_pins += 1
-        missing = [name for name in names if name not in found and not is_visit]
-        borrowed = self._peers.fetch(session.key, missing, session.timeout_s / 2) if missing else BorrowedBlocks({}, None)
+        missing = [name for name in names if name not in found]
+        borrowed = self._peers.fetch(hello.key, missing, hello.op_timeout_s / 2) if missing else BorrowedBlocks({}, None)
         session.borrowed = borrowed
         places = borrowed.places | {name: (place.offset, place.header) for name, place in found.items()}
         nowhere = (ABSENT, _NO_HEADER)
         return b"".join(LOCATED_BLOCK.pack(*places.get(name, nowhere)) for name in names)
 
-    def _put(self, session: _Session, body: bytes) -> tuple[bytes, str]:
+    def _put(self, session: Session, body: bytes) -> tuple[bytes, str]:
         """For each name whether it is stored now (1), and by this (2); or why none is."""
         names, block_ids, kept = unpack_put(body)
-        pool, stride_bytes = session.pool, session.stride_bytes
+        pool, stride_bytes = session.pool, session.hello.stride_bytes
         if pool is None or any((block_id + 1) * stride_bytes > len(pool) for block_id in block_ids):
             raise ConnectorError("PUT of blocks outside the pool")
         index = session.store.index
         with self.mutex:
             new = [position for position, name in enumerate(names) if index.find(name) is None]
-        does_ray_answer = self._slabs.grow(index, len(new), session.timeout_s / 2)
+        does_ray_answer = self._slabs.grow(index, len(new), session.hello.op_timeout_s / 2)
         with self.mutex:
             index.evict(len(new) - index.num_free, [*kept, *names])
             offsets = index.take(len(new))
@@ -388,13 +325,13 @@ class DirectoryServer:
             flags[position] *= 2
         return bytes(flags), ""
 
-    def _write(self, session: _Session, offsets: Sequence[int], names: Sequence[bytes], block_ids: Sequence[int]) -> list[bytes]:
+    def _write(self, session: Session, offsets: Sequence[int], names: Sequence[bytes], block_ids: Sequence[int]) -> list[bytes]:
         """Copy blocks out of the pool into slots; their headers. A block is hashed and copied while the core's cache has it."""
         assert session.pool is not None
-        pool, memory, num_bytes = session.pool, self._medium.memory, session.block_bytes
+        pool, memory, num_bytes = session.pool, self._medium.memory, session.hello.block_bytes
         headers = []
         for offset, name, block_id in zip(offsets, names, block_ids, strict=True):
-            block = pool[block_id * session.stride_bytes :][:num_bytes]
-            headers.append(pack_block_header(session.fingerprint, name, block.data))
+            block = pool[block_id * session.hello.stride_bytes :][:num_bytes]
+            headers.append(pack_block_header(session.hello.fingerprint, name, block.data))
             np.copyto(memory[offset : offset + num_bytes], block)  # lets go of the GIL, as the hash does
         return headers

@@ -185,6 +185,18 @@ class SlotConnector(QueuedConnector):
         with self._using_store() as opened:
             return [] if opened is None else opened.index.coldest_runs(num_blocks)
 
+    def hottest_runs(self) -> list[list[bytes]]:
+        """All blocks, those that would be evicted last first; in each run, parents before their followers."""
+        with self._using_store() as opened:
+            if opened is None:
+                return []
+            return opened.index.coldest_runs(opened.index.file.num_slots, with_pinned=True)[::-1]
+
+    def stop_sharing(self) -> bool:
+        """Let nobody join this store through us any more. True where nobody else has it open, so that it ends with us."""
+        with self._using_store() as opened:
+            return opened is not None and opened.stop_sharing()
+
     def pin_prefix(self, block_hashes: Sequence[bytes], *, is_pinned: bool = True) -> bool:
         """As the interface says: at most a quarter of the slots; pins are marks in the index, so they outlive processes."""
         self._pins.append((tuple(block_hashes), is_pinned))

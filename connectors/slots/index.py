@@ -196,10 +196,10 @@ class SlotIndex:
         slots = self.mirror.slots_of([block_hash])
         return bool(slots) and bool(int(self.file.records[slots[0], LAST_USE]) & PINNED)
 
-    def coldest_runs(self, num_blocks: int) -> list[list[bytes]]:
+    def coldest_runs(self, num_blocks: int, *, with_pinned: bool = False) -> list[list[bytes]]:
         """See SlotRecency.coldest_runs."""
         with self._changing():
-            return self.recency.coldest_runs(num_blocks)
+            return self.recency.coldest_runs(num_blocks, with_pinned=with_pinned)
 
     # -- upkeep --------------------------------------------------------------------------------------------------------
     def recover(self, is_alone: bool) -> None:

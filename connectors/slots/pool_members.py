@@ -74,6 +74,16 @@ def find_pool(pool: str, num_descriptors: int) -> list[int]:
         return []
 
 
+def has_members(pool: str) -> bool:
+    """Whether any process, stopped ones included, hands out this pool. The caller holds joining()."""
+    for number in range(MAX_MEMBERS):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as member:
+            found = _try_connect(member, pool, number)
+            if found is None or (found and _is_alive(member)):
+                return True
+    return False
+
+
 def pools_with_members(prefix: str) -> list[str]:
     """Pools of this network namespace whose names begin so and go on with 16 hexadecimal digits, sorted."""
     names = (line.rpartition("@")[2] for line in Path("/proc/net/unix").read_text(errors="replace").splitlines())

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from connectors.slots.eviction_policy import FREQUENT, PINNED, TICK_MASK, Slots, counts_as_another_use, create_eviction_policy
 from connectors.slots.index_file import HASH_LOW, LAST_USE, PARENT, STATE_AND_OWNER, IndexFile, SlotState, hashes_of
@@ -122,9 +123,10 @@ class SlotRecency:
             self._policy.note_evicted(self._file.records, evicted)
         self.num_evictions += len(taken) - num_before
 
-    def coldest_runs(self, num_wanted: int) -> list[list[bytes]]:
+    def coldest_runs(self, num_wanted: int, *, with_pinned: bool = False) -> list[list[bytes]]:
         """The blocks that would be evicted next, the first to go first; in each run, parents before their followers."""
-        slots = self._policy.order(self._file.records, self._evictable(), num_wanted, 0)
+        candidates = np.flatnonzero(self._is_stored()) if with_pinned else self._evictable()
+        slots = self._policy.order(self._file.records, candidates, num_wanted, 0)
         self._victims.clear()  # they belong to the order before
         records = self._file.records[slots]
         runs: list[list[bytes]] = []
@@ -148,10 +150,14 @@ class SlotRecency:
     def _evictable(self) -> Slots:
         """Slots with blocks that are stored and not pinned."""
         records = self._file.records
-        is_stored = (records[:, STATE_AND_OWNER] & np.uint64(0xFFFFFFFF)) == SlotState.STORED
+        is_stored = self._is_stored()
         is_pinned = (records[:, LAST_USE] & np.uint64(PINNED)) != 0
         if np.count_nonzero(is_pinned) > self._max_pinned:  # damage, which must not fill the store for good
             logger.warning("dropped all pins: there were more than can be")
             records[:, LAST_USE] &= ~np.uint64(PINNED)
             is_pinned[:] = False
         return np.flatnonzero(is_stored & ~is_pinned)
+
+    def _is_stored(self) -> npt.NDArray[np.bool_]:
+        is_stored: npt.NDArray[np.bool_] = (self._file.records[:, STATE_AND_OWNER] & np.uint64(0xFFFFFFFF)) == SlotState.STORED
+        return is_stored

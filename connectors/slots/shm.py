@@ -24,7 +24,7 @@ from connectors.slots.connector import SlotConnector
 from connectors.slots.eviction_policy import check_eviction_policy
 from connectors.slots.index import SlotIndex, take_lease_number
 from connectors.slots.memory_pool import MemoryIndexFile, MemoryLease, MemoryMedium, PoolDescriptors, is_memory_lease_alive
-from connectors.slots.pool_members import PoolMember, find_pool, joining, pools_with_members
+from connectors.slots.pool_members import PoolMember, find_pool, has_members, joining, pools_with_members
 from connectors.slots.store import SlotLayout, SlotStore, StoredLayout, num_slots_within, slot_bytes
 from connectors.store_browser import StoreBrowser
 from core.clock import Clock
@@ -178,7 +178,14 @@ def _open_pool(pool: str, descriptors: PoolDescriptors, layout: SlotLayout, evic
         lease.release()
         descriptors.close()
 
-    return SlotStore(index, medium, leave)
+    def stop_sharing() -> bool:
+        with joining(pool):  # of several that leave at once, the last one sees nobody
+            member.close()
+            return not has_members(pool)
+
+    store = SlotStore(index, medium, leave)
+    store.stop_sharing = stop_sharing
+    return store
 
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:

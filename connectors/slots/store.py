@@ -99,6 +99,7 @@ class SlotStore:
         self.index = index
         self.medium = medium
         self._leave = leave
+        self.stop_sharing: Callable[[], bool] = lambda: False  # see SlotConnector.stop_sharing; a file outlives its users
         self.num_users = 0
         self.is_retired = False
 

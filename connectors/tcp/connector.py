@@ -5,6 +5,7 @@ server serves, source and inquiries find out who has what, pull moves bytes into
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -258,7 +259,10 @@ class TcpConnector(QueuedConnector):
                     memory.forget(names[position])
                 elif (holder := holders[position]) is not None:
                     holder.source.suspect(names[position])
-        return self._load_result(transfer, report)
+        result = self._load_result(transfer, report)
+        # What was pulled is copied while it is in the pool, after the request has it: others can then pull it from here, too.
+        was_pulled = sum(position < result.num_blocks_ok for position in own) < result.num_blocks_ok
+        return dataclasses.replace(result, wants_save=was_pulled and self._options.serve_pulled)
 
     def _load_result(self, transfer: Transfer, report: PullReport) -> TransferResult:
         names, checks = transfer.block_hashes, report.checks

@@ -26,7 +26,8 @@ class TcpOptions:
 
     capacity_bytes is allocated at once. num_threads transfers move at the same time, over num_streams connections to each source
     (more on a far link: 1 MiB or a block is under way on each). A request waits lookup_wait_s for sources to answer; op_timeout_s
-    bounds every other wait for one. A source keeps what another node is about to pull for lease_s after its last heartbeat.
+    bounds every other wait for one. A source keeps what another node is about to pull for lease_s after that node's last
+    heartbeat. serve_pulled: what a node has pulled it serves to others.
     """
 
     host: str = "127.0.0.1"
@@ -41,6 +42,7 @@ class TcpOptions:
     op_timeout_s: float = 2.0
     lookup_wait_s: float = 0.5
     lease_s: float = 10.0
+    serve_pulled: bool = True
     max_connections: int = 256
 
     def __post_init__(self) -> None:

@@ -79,7 +79,7 @@ class TieredConnector(KVConnector):
         if len(tiers) > 1 and (options.prefetch or options.write == "back"):
             create = [partial(_create_tier, tier, clock) for tier in tiers]
             find_coldest = self._find_coldest if options.write == "back" else None
-            self._mover = TierMover(create, clock, options.staging_bytes, find_coldest)
+            self._mover = TierMover(create, clock, options.staging_bytes, find_coldest, options.hand_down_s)
 
     # -- scheduler half ------------------------------------------------------------------------------------------------
     def get_num_new_matched_tokens(self, lookup: PrefixLookup, num_computed_tokens: int) -> int | None:
@@ -154,7 +154,7 @@ class TieredConnector(KVConnector):
                 if thread is not None and thread.is_alive():
                     thread.join(_CLOSE_TIMEOUT_S)
             if self._mover is not None:
-                self._mover.close()
+                self._mover.stop()
             for child in [*(tier.connector for tier in self._tiers.tiers), *self._first_children]:
                 if child is not None:
                     child.close()
@@ -163,6 +163,8 @@ class TieredConnector(KVConnector):
                 for tier in self._tiers.tiers:
                     for transfer in tier.unfinished():
                         self._on_child_result(transfer, TransferResult(transfer.transfer_id, 0, TransferOutcome.CANCELLED))
+            if self._mover is not None:  # after the others, so that it can tell whether we are the last who have a tier
+                self._mover.close()
         self._tell()
 
     def stats(self) -> ConnectorStats:
@@ -246,10 +248,12 @@ class TieredConnector(KVConnector):
             while self._lookups.has_unseen:
                 with self._mutex:
                     self._lookups.count_some()
-            with self._mutex:
-                self._settle_children()
-                self._has_news |= self._has_open_question  # a child may have called because of that
-                self._has_open_question = False
+            if self._open:  # else a child called because of a question, and no lookup shall wait for the lock then
+                with self._mutex:
+                    self._settle_children()
+            if self._has_open_question:
+                self._has_open_question = False  # before the engine is told: it asks again, and sets it again
+                self._has_news = True
             self._tell()
             self._reopen_tiers()
 

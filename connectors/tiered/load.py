@@ -69,7 +69,8 @@ class TieredLoads:
             return False
         run = load.runs.pop(child.transfer_id)
         reached = run.start + result.num_blocks_ok
-        load.sources[run.start : reached] = [run.tier.index] * result.num_blocks_ok
+        # A tier that would like to have what it brought itself counts as slower than it is.
+        load.sources[run.start : reached] = [run.tier.index + result.wants_save] * result.num_blocks_ok
         load.num_bytes += result.moved_bytes
         if reached < run.end:
             load.outcomes.setdefault(reached, []).append(result.outcome)

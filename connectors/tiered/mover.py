@@ -43,7 +43,8 @@ class _Prefetch:
 class TierMover:
     """staging_bytes is all the memory that it uses. create: one connector for each tier, fastest first; called on its thread.
 
-    find_coldest(tier): what that tier is about to evict (see SlotConnector.coldest_runs); None: nothing is demoted.
+    find_coldest(tier): what that tier is about to evict (see SlotConnector.coldest_runs); None: nothing is demoted, and nothing
+    handed down at the end. hand_down_s: how long that may take.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class TierMover:
         clock: Clock,
         staging_bytes: int,
         find_coldest: Callable[[int], list[list[bytes]]] | None,
+        hand_down_s: float = 0.0,
     ) -> None:
         self._create = create
         self._find_coldest = find_coldest
@@ -62,6 +64,9 @@ class TierMover:
         self._queue: dict[str, _Prefetch] = {}
         self._cancelled: set[str] = set()
         self._is_closing = False
+        self._stop_at_s = float("inf")  # of the monotonic clock
+        self._hand_down_s = hand_down_s
+        self._abandoned: tuple[KVConnector, Transfer] | None = None  # it may still use the staging memory
         self._demote_at_s = 0.0  # of the monotonic clock
         self._ids = itertools.count(1)
         self._demoted: deque[set[bytes]] = deque(maxlen=2)  # found below already, or copied there, in the last two rounds
@@ -90,13 +95,25 @@ class TierMover:
             if self._queue.pop(request_id, None) is None:
                 self._cancelled.add(request_id)  # if it is being moved now
 
-    def close(self) -> None:
-        """End the thread and close its connectors. Safe to repeat."""
+    def stop(self) -> None:
+        """End the thread; its connectors stay open. Safe to repeat."""
         with self._wakeup:
-            self._is_closing = True
+            self._is_closing, self._stop_at_s = True, time.monotonic()
             self._wakeup.notify_all()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Stop; hand down what would end with this process, whose other connectors on the tiers are closed by now; close ours.
+        Safe to repeat."""
+        self.stop()
+        was_started = self._thread.ident is not None and not self._thread.is_alive()
+        if self._find_coldest is not None and self._hand_down_s and was_started:
+            self._stop_at_s = time.monotonic() + self._hand_down_s
+            try:
+                self._hand_down()
+            except Exception as error:  # such as a lock that somebody holds: it costs what only the tier above has
+                logger.warning("could not hand down blocks at the end: %r", error)
         for child in self._children:
             if child is not None:
                 child.close()
@@ -180,7 +197,7 @@ class TierMover:
         """Blocks that a tier has from the first-th on; 0 where it does not know in time."""
         deadline_s = time.monotonic() + _LOOKUP_TIMEOUT_S
         while (num_tokens := child.get_num_new_matched_tokens(question, first * question.block_size)) is None:
-            if self._is_closing or time.monotonic() > deadline_s:
+            if self._must_stop() or time.monotonic() > deadline_s:
                 return 0
             time.sleep(_ASK_INTERVAL_S)
         return num_tokens // question.block_size
@@ -217,6 +234,33 @@ class TierMover:
         question = PrefixLookup(f"demoted-{names[0].hex()}", names, self._layout.block_size)
         return self._count(target, question, 0) == len(names)
 
+    # -- at the end ----------------------------------------------------------------------------------------------------
+    def _hand_down(self) -> None:
+        """Copy into the next tiers what only a tier has that ends with this process. The most useful goes first, as time may not
+        last for all, though the store below takes what comes last for the most recently used."""
+        while self._abandoned is not None and self._poll(*self._abandoned) is None:
+            if self._must_stop():
+                return
+            time.sleep(_ASK_INTERVAL_S)
+        self._abandoned = None
+        for index, source in enumerate(self._children[:-1]):
+            if not (isinstance(source, SlotConnector) and source.stop_sharing()):
+                continue
+            lower = [child for child in map(self._child, range(index + 1, len(self._children))) if child is not None]
+            for run in source.hottest_runs():
+                for start in range(0, len(run), self._pool.num_blocks):
+                    part = run[start : start + self._pool.num_blocks]
+                    if any(self._has_all(target, part) for target in lower):
+                        continue
+                    is_moved = any(self._move(source, target, f"last-{next(self._ids)}", part) == len(part) for target in lower)
+                    if self._must_stop():
+                        logger.warning("tier %d ends with blocks that no other tier has: there was no time left", index)
+                        return
+                    self.num_demoted_blocks += len(part) * is_moved
+
+    def _must_stop(self) -> bool:
+        return time.monotonic() >= self._stop_at_s
+
     # -- a move --------------------------------------------------------------------------------------------------------
     def _move(self, source: KVConnector, target: KVConnector, request_id: str, names: Sequence[bytes]) -> int:
         """Copy blocks from store to store; how many leading ones are in the target now."""
@@ -227,6 +271,8 @@ class TierMover:
 
     def _transfer(self, child: KVConnector, direction: TransferDirection, request_id: str, names: Sequence[bytes]) -> int:
         """Run one transfer to its end; how many leading blocks were moved. Its memory is used again only when it has ended."""
+        if self._abandoned is not None:
+            return 0
         deadline_s = self._clock.now_s() + _TRANSFER_TIMEOUT_S
         transfer = Transfer(next(self._ids), direction, request_id, tuple(range(len(names))), tuple(names), deadline_s)
         if direction is TransferDirection.LOAD:
@@ -236,7 +282,8 @@ class TierMover:
         while (result := self._poll(child, transfer)) is None:
             with self._wakeup:
                 self._wakeup.wait(_DEMOTE_INTERVAL_S)
-            if self._is_closing:
+            if self._must_stop():
+                self._abandoned = (child, transfer)
                 return 0
         if result.outcome in (TransferOutcome.ERROR, TransferOutcome.TIMEOUT):
             logger.info("a %s between tiers failed: %s", direction.value, result.detail)

@@ -45,6 +45,7 @@ class TieredOptions:
 
     prefetch: what a waiting request will need is brought into the first tier before its turn. staging_bytes: memory for that and
     for write: back, none where neither is asked for. lookup_wait_s: how long a lookup waits for a tier that does not know yet.
+    hand_down_s: with write: back, how long the last process may take at an orderly end to hand down what only memory has.
     max_seen_blocks bounds what store_threshold remembers, at about 200 bytes each.
     """
 
@@ -55,6 +56,7 @@ class TieredOptions:
     prefetch: bool = False
     staging_bytes: int = 64 * 1024**2
     lookup_wait_s: float = 0.1
+    hand_down_s: float = 5.0
     max_seen_blocks: int = 200_000
 
     def __post_init__(self) -> None:
@@ -68,6 +70,7 @@ class TieredOptions:
         for name, low, high in (
             ("staging_bytes", 1, 2**40),
             ("lookup_wait_s", 0.0, 60.0),
+            ("hand_down_s", 0.0, 3600.0),
             ("max_seen_blocks", 1024, 100_000_000),
         ):
             if not low <= getattr(self, name) <= high:

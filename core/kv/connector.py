@@ -67,7 +67,7 @@ class TransferResult:
 
     moved_bytes counts payload that crossed the medium (a save of a block that the store already holds moves none); duration_s
     is the time from start_load / start_save to the end on the connector's side, queueing included (0: not measured). wants_save:
-    a faster part of the store lacks these loaded blocks and would like them saved, when convenient.
+    a faster or nearer part of the store lacks these loaded blocks and would like them saved, when convenient.
     """
 
     transfer_id: int
@@ -158,6 +158,11 @@ class KVConnector(ABC):
     def poll_early_results(self) -> list[TransferResult]:
         """Outcomes that are certain while the connector still uses the blocks' memory, such as a save that is visible in one
         of several stores. Each is followed by the transfer's result in poll_transfers; on_result is called for both."""
+        return []
+
+    def poll_released(self) -> list[int]:
+        """Saves (transfer ids) whose blocks the connector needs no more, though their outcome is still to come: it has a copy.
+        on_result is called for these too."""
         return []
 
     @abstractmethod

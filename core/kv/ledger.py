@@ -42,6 +42,7 @@ class _Entry:
     transfer: Transfer
     pinned_block_ids: list[int]
     started_s: float
+    num_bytes_ahead: int  # of other loads, when it was started
     is_awaited: bool  # a save that a handoff waits for
     is_reported: bool = False  # its outcome is told; what is left are pins, until the connector lets go of the memory
     is_overdue: bool = False  # its deadline passed before that
@@ -121,13 +122,17 @@ class TransferLedger:
         num_blocks = num_tokens // self._block_size
         return max(0, min(num_blocks, len(block_hashes) - num_local_blocks))
 
-    def should_load(self, num_blocks: int) -> bool:
-        """Whether loading so many blocks is predicted to be faster than computing them, or wanted in any case."""
+    def should_load(self, num_blocks: int, num_local_blocks: int) -> bool:
+        """Whether loading so many blocks, after num_local_blocks, is predicted to be faster than computing them, or wanted
+        in any case."""
         if self._always_load:
             _count(self._stats.load_or_recompute, "load.always")
             return True
         choice, reason = self.cost.should_load(
-            num_blocks * self._block_size, num_blocks * self._block_bytes, self._num_bytes_loading
+            num_blocks * self._block_size,
+            num_local_blocks * self._block_size,
+            num_blocks * self._block_bytes,
+            self._num_bytes_loading,
         )
         _count(self._stats.load_or_recompute, f"{'load' if choice else 'recompute'}.{reason}")
         return choice
@@ -196,7 +201,7 @@ class TransferLedger:
             self._record_connector_exception(direction.value, error)
             self._pool.release_references(reversed(pins))
             return None
-        self._entry_by_id[transfer.transfer_id] = _Entry(transfer, pins, now_s, is_awaited)
+        self._entry_by_id[transfer.transfer_id] = _Entry(transfer, pins, now_s, self._num_bytes_loading, is_awaited)
         return transfer.transfer_id
 
     # -- ending --------------------------------------------------------------------------------------------------------
@@ -211,6 +216,7 @@ class TransferLedger:
         early: list[TransferResult] = []
         results: list[TransferResult] = []
         try:
+            self._unpin(self._connector.poll_released())
             early = self._connector.poll_early_results()
             results = self._connector.poll_transfers()
         except Exception as error:
@@ -228,6 +234,14 @@ class TransferLedger:
             if is_late and (end := self._give_up(entry, now_s)) is not None:
                 ended.append(end)
         return ended
+
+    def _unpin(self, transfer_ids: Sequence[int]) -> None:
+        """The connector has a copy of what these save; their outcome is still awaited."""
+        for transfer_id in transfer_ids:
+            entry = self._entry_by_id.get(transfer_id)
+            if entry is not None and entry.transfer.direction is TransferDirection.SAVE:
+                self._pool.release_references(reversed(entry.pinned_block_ids))
+                entry.pinned_block_ids.clear()
 
     def close(self) -> None:
         """Close the connector and take back every pin; afterwards nothing is in flight."""
@@ -274,7 +288,7 @@ class TransferLedger:
             self._end_loading(transfer)
             if num_ok:
                 duration_s = result.duration_s or now_s - entry.started_s
-                self.cost.observe_load(num_ok * self._block_bytes, duration_s)
+                self.cost.observe_load(num_ok * self._block_bytes + entry.num_bytes_ahead, duration_s)
             self._hash_loaded(transfer, result)
         return EndedTransfer(transfer, num_ok, result.outcome)
 
@@ -295,7 +309,8 @@ class TransferLedger:
         transfer = entry.transfer
         if transfer.direction is TransferDirection.LOAD:
             self._end_loading(transfer)
-            self.cost.observe_load(len(transfer.block_ids) * self._block_bytes, now_s - entry.started_s)
+            num_bytes = len(transfer.block_ids) * self._block_bytes
+            self.cost.observe_load(num_bytes + entry.num_bytes_ahead, now_s - entry.started_s)
         self._record_outcome(transfer, 0, TransferOutcome.TIMEOUT, now_s)
         self._end_saving(entry)
         return EndedTransfer(transfer, 0, TransferOutcome.TIMEOUT)

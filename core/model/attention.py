@@ -13,7 +13,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Where one step's tokens lie, for all layers alike. All tensors are int64 on the CPU.
+    """Where one step's tokens lie, for all layers alike. All tensors are int64; query_start and seq_lens are on the CPU, the
+    others on the pool's device.
 
     The batch is flat: request r owns rows query_start[r] to query_start[r + 1], and these are the *last* tokens of its
     sequence of seq_lens[r] tokens (so its row j is at position seq_lens[r] - (query_start[r + 1] - query_start[r]) + j).

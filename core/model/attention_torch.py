@@ -1,4 +1,4 @@
-"""Paged attention in plain torch on the CPU, bit-identical per token under any batching; slower than a compiled kernel.
+"""Paged attention in plain torch, on the CPU bit-identical per token under any batching; slower than a compiled kernel.
 
 Scores and sums are float32. A sequence is read in tiles of KV at fixed absolute positions, always of full size and masked,
 and merged in position order by online softmax (https://arxiv.org/abs/1805.02867). Query rows come in multiples of
@@ -67,7 +67,8 @@ class _PrefillPlan:
 class TorchAttention(AttentionBackend):
     """Plain-torch backend. Differences from the interface: none."""
 
-    def __init__(self, block_size: int, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(self, block_size: int, num_heads: int, num_kv_heads: int, device: torch.device | str = "cpu") -> None:
+        self._device = device
         self._group = num_heads // num_kv_heads
         self._num_kv_heads = num_kv_heads
         self._blocks_per_tile = max(TILE_TOKENS // block_size, 1)
@@ -109,14 +110,14 @@ class TorchAttention(AttentionBackend):
         order = sorted(decoding, key=lambda r: -seq_lens[r])
         lengths = [seq_lens[r] for r in order]
         tables = block_tables[order]
-        lengths_tensor = torch.tensor(lengths)
+        lengths_tensor = torch.tensor(lengths, device=self._device)
         tiles = []
         for tile in range(-(-lengths[0] // self._tile_tokens)):
             first, end = tile * self._tile_tokens, (tile + 1) * self._tile_tokens
             num_requests = sum(length > first for length in lengths)
             first_partial = sum(length >= end for length in lengths)
             columns = slice(tile * self._blocks_per_tile, (tile + 1) * self._blocks_per_tile)
-            positions = torch.arange(first, end)
+            positions = torch.arange(first, end, device=self._device)
             tiles.append(
                 _DecodeTile(
                     num_requests=num_requests,
@@ -125,7 +126,7 @@ class TorchAttention(AttentionBackend):
                     is_hidden=positions[None, :] >= lengths_tensor[first_partial:num_requests, None],
                 )
             )
-        return _DecodePlan(rows=torch.tensor([starts[r] for r in order]), tiles=tiles)
+        return _DecodePlan(rows=torch.tensor([starts[r] for r in order], device=self._device), tiles=tiles)
 
     def _plan_prefill(self, start: int, num_tokens: int, seq_len: int, block_table: Tensor) -> _PrefillPlan:
         first_position = seq_len - num_tokens
@@ -134,10 +135,11 @@ class TorchAttention(AttentionBackend):
             num_rows = min(QUERY_TILE_TOKENS, num_tokens - offset)
             first = first_position + offset
             num_tiles = (first + num_rows - 1) // self._tile_tokens + 1
-            positions = torch.arange(first, first + _round_up(num_rows)).clamp(max=first + num_rows - 1)
+            positions = torch.arange(first, first + _round_up(num_rows), device=self._device).clamp(max=first + num_rows - 1)
             row_positions = positions.repeat_interleave(self._group)[:, None]
+            tile_offsets = torch.arange(self._tile_tokens, device=self._device)[None, :]
             is_hidden_by_tile = {
-                tile: torch.arange(tile * self._tile_tokens, (tile + 1) * self._tile_tokens)[None, :] > row_positions
+                tile: tile_offsets + tile * self._tile_tokens > row_positions
                 for tile in range((first + 1) // self._tile_tokens, num_tiles)
             }
             query_tiles.append(_QueryTile(start + offset, num_rows, num_tiles, is_hidden_by_tile))
@@ -151,7 +153,7 @@ class TorchAttention(AttentionBackend):
         query = scaled_query.new_zeros(num_requests, heads, _round_up(self._group), head_dim)
         query[:, :, : self._group] = scaled_query[plan.rows].view(num_requests, heads, self._group, head_dim)
         query = query.view(num_requests * heads, -1, head_dim)
-        softmax = _OnlineSoftmax(query.shape)
+        softmax = _OnlineSoftmax(query)
         for tile in plan.tiles:
             keys = self._read_tiles(key_cache, tile.block_ids, tile.num_requests)
             values = self._read_tiles(value_cache, tile.block_ids, tile.num_requests)
@@ -178,7 +180,7 @@ class TorchAttention(AttentionBackend):
             query = scaled_query.new_zeros(heads, _round_up(tile.num_rows), group, head_dim)
             query[:, : tile.num_rows] = scaled_query[rows].view(tile.num_rows, heads, group, head_dim).transpose(0, 1)
             query = query.view(heads, -1, head_dim)
-            softmax = _OnlineSoftmax(query.shape)
+            softmax = _OnlineSoftmax(query)
             for kv_tile in range(tile.num_tiles):
                 positions = slice(kv_tile * self._tile_tokens, (kv_tile + 1) * self._tile_tokens)
                 scores = torch.bmm(query, keys[:, :, positions])
@@ -204,10 +206,11 @@ class _OnlineSoftmax:
     A tile may cover only the first requests of the batch: those whose sequences reach it.
     """
 
-    def __init__(self, shape: torch.Size) -> None:
-        self._maximum = torch.full((shape[0], shape[1], 1), -torch.inf)
-        self._total = torch.zeros(shape[0], shape[1], 1)
-        self._weighted = torch.zeros(shape)
+    def __init__(self, query: Tensor) -> None:
+        """query: of the result's shape, dtype and device."""
+        self._maximum = query.new_full((*query.shape[:2], 1), -torch.inf)
+        self._total = query.new_zeros(*query.shape[:2], 1)
+        self._weighted = torch.zeros_like(query)
 
     def add_tile(self, scores: Tensor, values: Tensor) -> None:
         """scores: [n, rows, positions], overwritten; values: [n, positions, head_dim]; n up to batch.

@@ -14,13 +14,13 @@ from core.model.description import ModelArchitecture, RotaryScaling
 
 
 class RotaryEmbedding:
-    """Cosines and sines of every position, [max_positions, head_dim/2] float32, computed once."""
+    """Cosines and sines of every position, [max_positions, head_dim/2] float32, computed once, on the CPU, for `device`."""
 
-    def __init__(self, architecture: ModelArchitecture, max_positions: int) -> None:
+    def __init__(self, architecture: ModelArchitecture, max_positions: int, device: torch.device | str = "cpu") -> None:
         frequencies, amplitude = inverse_frequencies(architecture.head_dim, architecture.rope_theta, architecture.rope_scaling)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
-        self._cos = angles.cos() * amplitude
-        self._sin = angles.sin() * amplitude
+        self._cos = (angles.cos() * amplitude).to(device)
+        self._sin = (angles.sin() * amplitude).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each token's angles, both [num_tokens, 1, head_dim/2] float32. positions: [num_tokens] int64."""

@@ -19,6 +19,7 @@ from core.kv.pool_memory import KVPoolMemory
 from core.model.attention import AttentionBackend, AttentionBatch
 from core.model.attention_torch import TorchAttention
 from core.model.description import ModelDescription
+from core.model.device_pool import DevicePool, memory_of
 from core.model.llama import LlamaModel, padded_num_rows
 from core.model.rotary import RotaryEmbedding
 from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, token_logprobs
@@ -90,19 +91,22 @@ class _Scheduled:
 
 
 class TorchModelRunner:
-    """core.step.ModelRunner in torch on the CPU."""
+    """core.step.ModelRunner in torch: the model on the pool's device, batches and sampling on the host."""
 
-    def __init__(self, model: LlamaModel, attention: AttentionBackend, sampler: Sampler, pool: KVPoolMemory) -> None:
+    def __init__(self, model: LlamaModel, attention: AttentionBackend, sampler: Sampler, pool: KVPoolMemory | DevicePool) -> None:
         self._model = model
         self._attention = attention
         self._sampler = sampler
         self._block_size = pool.layout.block_size
         self._kv_caches = kv_cache_views(pool)
+        self._device = memory_of(pool).device
         self._requests: dict[str, _RequestState] = {}
 
     @classmethod
-    def load(cls, model_dir: Path, description: ModelDescription, pool: KVPoolMemory, num_threads: int = 0) -> TorchModelRunner:
-        """Load the weights of `model_dir` for a pool of description.kv_layout. num_threads 0: what torch chooses.
+    def load(
+        cls, model_dir: Path, description: ModelDescription, pool: KVPoolMemory | DevicePool, num_threads: int = 0
+    ) -> TorchModelRunner:
+        """Load the weights of `model_dir` for a pool of description.kv_layout, to its device. num_threads 0: what torch chooses.
 
         The number of threads is the process's (torch has one setting). Raises ModelLoadError, or ConfigError if the pool
         has another layout.
@@ -111,10 +115,10 @@ class TorchModelRunner:
             raise ConfigError("pool.layout", pool.layout, str(description.kv_layout))
         if num_threads:
             torch.set_num_threads(num_threads)
-        architecture = description.architecture
-        weights = load_llama_weights(model_dir, architecture, TORCH_DTYPES[pool.layout.dtype])
-        rotary = RotaryEmbedding(architecture, description.max_model_len)
-        attention = TorchAttention(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads)
+        architecture, device = description.architecture, memory_of(pool).device
+        weights = load_llama_weights(model_dir, architecture, TORCH_DTYPES[pool.layout.dtype], device)
+        rotary = RotaryEmbedding(architecture, description.max_model_len, device)
+        attention = TorchAttention(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads, device)
         model = LlamaModel(architecture, weights, rotary, attention)
         return cls(model, attention, Sampler(description.eos_token_ids), pool)
 
@@ -170,13 +174,16 @@ class TorchModelRunner:
             block_tables[i, : state.block_ids.length] = state.block_ids.values
         self._attention.begin_step(
             AttentionBatch(
-                slot_mapping=torch.from_numpy(slot_mapping),
-                block_tables=torch.from_numpy(block_tables),
+                slot_mapping=self._on_device(slot_mapping),
+                block_tables=self._on_device(block_tables),
                 query_start=torch.tensor([share.first_row for share in scheduled] + [num_tokens]),
                 seq_lens=torch.tensor([share.end_position for share in scheduled]),
             )
         )
-        return self._model.forward(torch.from_numpy(token_ids), torch.from_numpy(positions), self._kv_caches)
+        return self._model.forward(self._on_device(token_ids), self._on_device(positions), self._kv_caches)
+
+    def _on_device(self, values: IntArray) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
 
     def _sample(self, scheduled: list[_Scheduled], hidden: Tensor) -> tuple[list[list[int]], dict[str, list[TokenLogprob]]]:
         """Sampled tokens in batch order ([] for requests that are not), and log-probabilities of those that asked."""
@@ -185,7 +192,7 @@ class TorchModelRunner:
         if not ready:
             return sampled, {}
         last_rows = [scheduled[i].first_row + scheduled[i].end_position - scheduled[i].first_position - 1 for i in ready]
-        logits = self._model.logits(hidden[last_rows])
+        logits = self._model.logits(hidden[last_rows]).cpu()
         states = [scheduled[i].state for i in ready]
         rows = [SampledRow(state.sampling, state.token_ids.values, state.num_prompt_tokens) for state in states]
         tokens = self._sampler.sample(logits, rows)
@@ -209,17 +216,17 @@ class TorchModelRunner:
             for start in range(successors.start, successors.stop, LOGPROB_CHUNK_ROWS):
                 end = min(start + LOGPROB_CHUNK_ROWS, successors.stop)
                 first_row = share.first_row + start - 1 - share.first_position
-                logits = self._model.logits(hidden[first_row : first_row + end - start])
+                logits = self._model.logits(hidden[first_row : first_row + end - start]).cpu()
                 tokens = share.state.token_ids.values[start:end].tolist()
                 logprobs += token_logprobs(logits, tokens, [num_top] * len(tokens))
             found[share.request_id] = logprobs
         return found
 
 
-def kv_cache_views(pool: KVPoolMemory) -> list[tuple[Tensor, Tensor]]:
+def kv_cache_views(pool: KVPoolMemory | DevicePool) -> list[tuple[Tensor, Tensor]]:
     """Per layer the K and V of the pool, [num_blocks, block_size, num_kv_heads, head_dim], sharing its memory."""
     layout = pool.layout
-    flat = torch.frombuffer(pool.buffer, dtype=TORCH_DTYPES[layout.dtype])
+    flat = memory_of(pool).view(-1).view(TORCH_DTYPES[layout.dtype])
     token_stride = layout.num_kv_heads * layout.head_dim
     kv_stride = layout.block_size * token_stride
     blocks = flat.as_strided(

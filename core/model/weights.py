@@ -19,6 +19,8 @@ from core.errors import ModelLoadError
 from core.model.description import ModelArchitecture
 from core.model_files import list_weight_files
 
+HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
@@ -53,9 +55,10 @@ class LlamaWeights:
 class WeightReader:
     """Tensors by name over all weight files of a folder. Use as a context manager: files stay mapped until exit."""
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
+    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._model_dir = model_dir
         self._dtype = dtype
+        self._device = device
         self._files = ExitStack()
         self._file_by_name: dict[str, Any] = {}
         for path in list_weight_files(model_dir):
@@ -82,7 +85,7 @@ class WeightReader:
             raise ModelLoadError(f"{self._model_dir}: tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}")
         if not tensor.is_floating_point():
             raise ModelLoadError(f"{self._model_dir}: tensor {name} has dtype {tensor.dtype}, expected a floating one")
-        return tensor.to(self._dtype).contiguous()
+        return tensor.to(self._device, self._dtype).contiguous()
 
     def read_stacked(self, prefix: str, parts: list[tuple[str, int]], num_inputs: int, suffix: str = "weight") -> Tensor:
         """Tensors {prefix}.{part}.{suffix} stacked along their outputs. parts: (name, outputs)."""
@@ -92,10 +95,12 @@ class WeightReader:
         return torch.cat([self.read(name, shape) for name, shape in shapes])
 
 
-def load_llama_weights(model_dir: Path, architecture: ModelArchitecture, dtype: torch.dtype) -> LlamaWeights:
-    """Read all weights. Raises ModelLoadError naming the first tensor that is missing or misshaped."""
+def load_llama_weights(
+    model_dir: Path, architecture: ModelArchitecture, dtype: torch.dtype, device: torch.device = HOST
+) -> LlamaWeights:
+    """Read all weights, to `device`. Raises ModelLoadError naming the first tensor that is missing or misshaped."""
     vocab_shape = (architecture.vocab_size, architecture.hidden_size)
-    with WeightReader(model_dir, dtype) as reader:
+    with WeightReader(model_dir, dtype, device) as reader:
         embed_tokens = reader.read("model.embed_tokens.weight", vocab_shape)
         return LlamaWeights(
             embed_tokens=embed_tokens,

@@ -39,10 +39,16 @@ IMPORT_TABLE: dict[str, Room] = {
     "core": Room(ours=(*VALUES, "core.kv", "core.step", "core.wire", "core")),
     **{name: Room(ours=("core",), outside=frozenset({"msgspec", "zmq", "prometheus_client"})) for name in NODE_SHELL},
     "core.model": Room(
-        ours=(*VALUES, "core.step", "core.engine_model", "core.kv.layout", "core.kv.pool_memory", "core.kv.hashing"),
+        ours=(
+            *(*VALUES, "core.step", "core.engine_model"),
+            *("core.kv.layout", "core.kv.pool_memory", "core.kv.device_copies", "core.kv.hashing"),
+        ),
         outside=frozenset({"torch", "numpy", "safetensors", "transformers", "gguf", "tokenizers"}),
     ),
     "connectors": Room(ours=(*VALUES, "core.kv"), outside=frozenset({"numpy", "xxhash"})),  # and one client library per file
+    "connectors.vllm_plugin": Room(
+        ours=(*VALUES, "core.kv", "connectors", "core.model.device_pool"), outside=frozenset({"vllm", "torch"})
+    ),
     "connectors.contract": Room(ours=(*VALUES, "core.kv", "connectors"), outside=frozenset({"pytest", "hypothesis"})),
     "prefill_node": Room(ours=("core", "connectors")),
     "decode_node": Room(ours=("core", "connectors")),

@@ -18,7 +18,8 @@ from connectors.contract.harness import ConnectorHarness
 from connectors.contract.node import LAYOUT, chain, content_of
 from connectors.contract.peer import Peer
 from connectors.registry import open_browser
-from connectors.stored_block import BLOCK_HEADER_BYTES
+from connectors.store_browser import RawBlock, WriteOutcome
+from connectors.stored_block import BLOCK_HEADER_BYTES, CODED_VERSION, pack_block_header
 from core.errors import ConnectorError
 from core.kv.connector import TransferOutcome
 from deploy.cache_blocks import export_blocks, import_blocks, verify_blocks
@@ -150,6 +151,16 @@ class TestRayBrowser(BrowserContract):
         while names(list(browser.entries())):
             assert time.monotonic() < deadline_s, "a visitor keeps a store"
             time.sleep(0.05)
+
+    def test_encoded_blocks_are_refused_rather_than_called_plain(self, store: Store) -> None:
+        store.harness.open_node().save(chain(1, 2))
+        browser, name = store.browse(), chain(2, 1)[0]
+        payload = content_of(name)
+        coded = RawBlock(pack_block_header(LAYOUT.fingerprint, name, payload, CODED_VERSION), payload)
+        plain = RawBlock(pack_block_header(LAYOUT.fingerprint, name, payload), payload)
+        assert browser.write([coded]) == [WriteOutcome.OTHER_FORM]
+        assert browser.find(LAYOUT.fingerprint, [name]) == [False]
+        assert browser.write([coded, plain]) == [WriteOutcome.OTHER_FORM, WriteOutcome.WRITTEN]
 
     def test_pins_are_refused_and_a_ray_without_a_directory_is_a_clear_error(self, store: Store) -> None:
         store.harness.open_node().save(chain(1, 2))

@@ -175,6 +175,26 @@ def test_named_source_is_used_and_a_dead_one_beside_it_costs_nothing(bench: TcpB
     assert node.load(hashes, "named").num_blocks_ok == 12
 
 
+def test_node_serves_what_it_has_pulled_after_its_source_is_gone(bench: TcpBench) -> None:
+    source = bench.open_node()
+    source.save(chain(1, 8))
+    middle = bench.open_node(source.connector.kv_address)
+    pulled = middle.load(chain(1, 8))
+    assert pulled.outcome is TransferOutcome.OK and pulled.wants_save
+    middle.save(chain(1, 8))  # as the engine does then, of the same blocks
+    assert not middle.load(chain(1, 8)).wants_save  # it has them itself
+    source.connector.close()
+    other = bench.open_node(middle.connector.kv_address)
+    assert other.lookup(chain(1, 8)) == 8
+    assert other.load(chain(1, 8)).outcome is TransferOutcome.OK
+
+
+def test_node_that_shall_not_serve_what_it_has_pulled_asks_for_no_copy(bench: TcpBench) -> None:
+    source = bench.open_node()
+    source.save(chain(1, 8))
+    assert not bench.open_node(source.connector.kv_address, serve_pulled=False).load(chain(1, 8)).wants_save
+
+
 def test_source_that_nobody_names_any_more_is_forgotten(bench: TcpBench, monkeypatch: pytest.MonkeyPatch) -> None:
     node = bench.open_node(lookup_wait_s=0.3)
     peer = bench.open_node()

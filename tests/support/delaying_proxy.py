@@ -10,14 +10,15 @@ from typing import Any
 
 HOST = "127.0.0.1"
 _CHUNK_BYTES = 256 * 1024
+_MAX_UNDER_WAY = 64  # chunks
 
 
 class DelayingProxy:
     """Listens on `port` and forwards to a server on this host, on a thread of its own. The attributes may be changed at any time.
 
-    latency_s delays each chunk of a request (so each operation of a client that waits for its reply); bytes_per_s limits what
-    comes back (0: no limit); while is_stalled nothing moves, and connections stay open; while
-    refuses, new ones are closed at once.
+    latency_s delays requests, as a long way does: what is sent before an answer has come is under way as well; bytes_per_s limits
+    what comes back (0: no limit); while is_stalled nothing moves, and connections stay open; while refuses, new ones are closed
+    at once.
     """
 
     def __init__(self, server_port: int, host: str = HOST) -> None:
@@ -84,14 +85,29 @@ class DelayingProxy:
                 end.transport.abort()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_request: bool) -> None:
-        with contextlib.suppress(OSError):
-            while chunk := await reader.read(_CHUNK_BYTES):
-                if is_request and self.latency_s:
-                    await asyncio.sleep(self.latency_s)
+        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MAX_UNDER_WAY)
+
+        async def deliver() -> None:
+            while True:
+                due_s, chunk = await under_way.get()
+                await asyncio.sleep(max(0.0, due_s - self._loop.time()))
                 if not is_request and self.bytes_per_s:
                     await asyncio.sleep(len(chunk) / self.bytes_per_s)
                 while self.is_stalled:
                     await asyncio.sleep(0.01)
+                if not chunk:
+                    return
                 writer.write(chunk)
                 await writer.drain()
+
+        async def receive() -> None:
+            with contextlib.suppress(OSError):
+                while chunk := await reader.read(_CHUNK_BYTES):
+                    await under_way.put((self._loop.time() + (self.latency_s if is_request else 0.0), chunk))
+            await under_way.put((0.0, b""))
+
+        receiving = asyncio.ensure_future(receive())
+        with contextlib.suppress(OSError):
+            await deliver()
+        receiving.cancel()
         writer.transport.abort()  # one end gone: the other goes, too

@@ -37,9 +37,11 @@ class MemoryConnector(KVConnector):
         self.started: list[Transfer] = []
         self.lookups: list[str] = []  # request ids, in the order they were asked for
         self.sources: dict[str, tuple[str, ...]] = {}  # of the latest lookup, by request id
+        self.released: list[int] = []  # saves whose blocks it needs no more
         self._results: list[TransferResult] = []
         self._early_results: list[TransferResult] = []
         self._pool: KVPoolMemory | None = None
+        self._copies: dict[int, list[bytes]] = {}  # of released saves
 
     def register_kv_cache(self, pool: KVPoolMemory) -> None:
         self._pool = pool
@@ -81,17 +83,25 @@ class MemoryConnector(KVConnector):
         transfer = self.pending.pop(transfer_id)
         num_ok = len(transfer.block_ids) if num_ok is None else num_ok
         assert self._pool is not None
+        copies = self._copies.pop(transfer_id, None)
         for index, (block_id, block_hash) in enumerate(zip(transfer.block_ids, transfer.block_hashes, strict=True)):
             if index >= num_ok:
                 break
             if transfer.direction is TransferDirection.SAVE:
-                self.store.blocks[block_hash] = bytes(self._pool.block(block_id))
+                self.store.blocks[block_hash] = copies[index] if copies else bytes(self._pool.block(block_id))
             elif block_hash in self.store.blocks:
                 self._pool.block(block_id)[:] = self.store.blocks[block_hash]
             else:
                 num_ok, outcome = index, TransferOutcome.MISS
                 break
         self.report(TransferResult(transfer_id, num_ok, outcome, wants_save=wants_save))
+
+    def release(self, transfer_id: int) -> None:
+        """Copy what a save is to store, and need its blocks no more."""
+        assert self._pool is not None
+        if transfer_id not in self._copies:
+            self._copies[transfer_id] = [bytes(self._pool.block(block_id)) for block_id in self.pending[transfer_id].block_ids]
+            self.released.append(transfer_id)
 
     def report(self, result: TransferResult) -> None:
         """Put any result in the mailbox, also an unknown or a duplicate one."""
@@ -106,6 +116,10 @@ class MemoryConnector(KVConnector):
     def poll_early_results(self) -> list[TransferResult]:
         results, self._early_results = self._early_results, []
         return results
+
+    def poll_released(self) -> list[int]:
+        released, self.released = self.released, []
+        return released
 
     def poll_transfers(self) -> list[TransferResult]:
         self._maybe_fail("poll")

@@ -37,9 +37,9 @@ def main(argv: list[str]) -> int:
     role, *flags = argv
 
     def compose(config: Config) -> NodeServer:
-        model, pool, runner = load_model(config.model, config.engine)
+        loaded = load_model(config.model, config.engine)
         connector = create_connector(config.connector.name, config.connector.options, MonotonicClock())
-        return NodeServer(config, role, model, pool, PoisonedRunner(runner), connector)
+        return NodeServer(config, role, loaded.model, loaded.connector_memory, PoisonedRunner(loaded.runner), connector)
 
     return run_node_process(role, compose, flags)
 

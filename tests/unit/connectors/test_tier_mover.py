@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,31 @@ class TestWriteBack:
         wait_until(lambda: mover.num_demoted_blocks >= len(before))
         assert coldest(connector) == before
 
+    def test_last_user_hands_down_at_its_end_what_only_memory_has(self, stores: Stores) -> None:
+        nodes = [stores.open_tiers(write="back")[0] for _ in range(3)]
+        for seed in range(3):
+            nodes[0].save(chain(seed, 8))
+        lower = stores.open_lower()
+        wait_until(lambda: all(is_ready_to_move(node) for node in nodes))
+        nodes[0].connector.close()
+        assert lower.stats().store_blocks == 0  # others have it still
+        closing = [threading.Thread(target=node.connector.close) for node in nodes[1:]]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+        again, connector = stores.open_tiers(write="back")
+        assert connector.stats().tiers[0].store_blocks == 0
+        assert [again.lookup(chain(seed, 8), request_id=f"again {seed}") for seed in range(3)] == [8] * 3
+        assert all(again.load(chain(seed, 8)).outcome is TransferOutcome.OK for seed in range(3))
+
+    def test_handing_down_ends_when_its_time_is_over(self, stores: Stores) -> None:
+        node, connector = stores.open_tiers(write="back", hand_down_s=0.0)
+        node.save(chain(0, 8))
+        wait_until(lambda: is_ready_to_move(node))
+        connector.close()
+        assert stores.open_lower().stats().store_blocks == 0
+
     def test_write_back_from_a_store_that_cannot_say_what_it_evicts_is_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"connector\.options\.write.*through"):
             create_connector("tiered", {"tiers": "none,shm", "write": "back"}, SteppedClock())
@@ -136,6 +162,12 @@ class TestPrefetch:
         assert node.lookup(chain(1, 9), request_id="there") == 8
         assert connector._mover is not None
         assert not connector._mover._queue
+
+
+def is_ready_to_move(node: Node) -> bool:
+    """Whether the thread that moves blocks has opened its tiers."""
+    assert isinstance(node.connector, TieredConnector) and node.connector._mover is not None
+    return None not in node.connector._mover._children
 
 
 def coldest(connector: TieredConnector) -> list[bytes]:

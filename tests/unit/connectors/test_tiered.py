@@ -13,7 +13,7 @@ from connectors.tiered.connector import TieredConnector
 from connectors.tiered.options import parse_tiered_options
 from connectors.tiered.seen_blocks import SeenBlocks
 from core.errors import ConfigError, ConnectorError
-from core.kv.connector import PrefixLookup, TransferOutcome
+from core.kv.connector import PrefixLookup, TransferDirection, TransferOutcome
 from core.kv.pool_memory import KVPoolMemory
 from tests.support.memory_connector import MemoryConnector
 
@@ -133,6 +133,18 @@ class TestPromotion:
         first.put(HASHES)
         second.put(HASHES)
         assert not node.load(HASHES).wants_save
+
+    def test_tier_that_wants_what_it_brought_itself_is_given_it_too(self, opened: list[Tiers]) -> None:
+        node, (first, second, third) = open_tiers(opened, 3)
+        second.put(HASHES)
+        second.is_immediate = False
+        transfer = node.start_load(HASHES, "r")
+        second.complete(1, wants_save=True)
+        second.is_immediate = True
+        assert node.results([transfer])[0].wants_save
+        node.save(HASHES, "r")
+        assert [child.started[-1].direction for child in (first, second)] == [TransferDirection.SAVE] * 2
+        assert not third.started
 
     def test_promotion_can_be_turned_off(self, opened: list[Tiers]) -> None:
         node, (_first, second) = open_tiers(opened, promote=False)

@@ -21,9 +21,11 @@ def _disturb(rng: random.Random, connector: MemoryConnector) -> None:
     """Complete, fail, delay or duplicate some of what is in flight, and damage the store."""
     for transfer_id in list(connector.pending):
         roll = rng.random()
+        transfer = connector.pending[transfer_id]
+        if transfer.direction is TransferDirection.SAVE and rng.random() < 0.3:
+            connector.release(transfer_id)
         if roll < 0.3:
             continue
-        transfer = connector.pending[transfer_id]
         if transfer.direction is TransferDirection.SAVE and rng.random() < 0.2:
             connector.report_early(TransferResult(transfer_id, len(transfer.block_ids), TransferOutcome.OK))
         if roll < 0.8:

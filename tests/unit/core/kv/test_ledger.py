@@ -112,3 +112,18 @@ def test_ledger_closed_while_a_load_wants_a_save_starts_none() -> None:
     bench.ledger.close()
     assert bench.connector.pending == {}
     assert bench.ledger.num_pins == bench.pool.num_references() == 0
+
+
+def test_ledger_released_save_gives_its_blocks_back_and_is_awaited_until_its_result() -> None:
+    bench = LedgerBench()
+    saved, loaded = bench.save(), bench.ledger.start_load("other", [], [], [])
+    assert loaded is not None
+    before = bench.pool.num_references()
+    bench.connector.released += [saved, loaded, 999]
+    assert bench.ledger.poll() == []
+    assert bench.pool.num_references() == before - len(HASHES) and bench.ledger.num_pins == 0
+    assert bench.ledger.num_saves_of("request") == 1
+    bench.end(saved, 4, TransferOutcome.OK)
+    (end,) = bench.ledger.poll()
+    assert (end.num_blocks_ok, bench.ledger.num_saves_of("request")) == (4, 0)
+    assert bench.pool.num_references() == before - len(HASHES)
