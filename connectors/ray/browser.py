@@ -158,7 +158,7 @@ class RayBrowser(StoreBrowser):
                 writer = self._writer(fingerprint, num_bytes)
                 fitting = [position for position in positions if len(blocks[position].payload) == num_bytes]
                 for start in range(0, len(fitting), writer.num_blocks):
-                    part = fitting[start : start + writer.num_blocks]
+                    part = fitting[start : start + writer.num_blocks][::-1]
                     outcomes.update(zip(part, writer.write([blocks[position] for position in part]), strict=True))
         return list(outcomes.values())
 

@@ -23,7 +23,7 @@ _FIRST_SLAB_BYTES = 4 * 1024 * 1024  # then as much as there is, up to a whole o
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """Where a block is, for as long as it is found under its name or somebody copies it. number: of all that its store had."""
+    """Where a block is, for as long as it is found under its name or somebody copies it."""
 
     offset: int
     header: bytes
