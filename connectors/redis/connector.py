@@ -220,7 +220,7 @@ class RedisConnector(QueuedConnector):
         self._known.add(names[:num_ok], epoch)
         self._known.remove(names[position] for position, check in report.checks.items() if check is not BlockCheck.OK)
         damaged = [names[position] for position, check in report.checks.items() if check not in (BlockCheck.OK, None)]
-        if damaged and report.error is None:  # would block their keys until they expire
+        if damaged and report.error is None:  # would block their keys until they expire, and for ever where they do not
             with self._reporting(lane, LaneReport()):
                 lane.delete(damaged)
         moved_bytes = num_ok * self._layout.block_bytes

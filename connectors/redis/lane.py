@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from connectors.coding.block_coding import BlockCoding
 from connectors.redis.link import NUM_STATUS_REPLIES, STATUS_COMMANDS
 from connectors.redis.node_streams import NodeStreams
-from connectors.redis.resp_stream import Reply, RespError, RespStream
+from connectors.redis.resp_stream import Reply, RespError, RespStream, WrongValueError
 from connectors.redis.server import Node, RedisServer
 from connectors.redis.values import BlockValues
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, check_block
@@ -118,7 +118,12 @@ class RedisLane:
                 num_asked += 1
             if not under_way:
                 return
-            check = self._receive(under_way.popleft(), block_hashes[position], payloads[position])
+            try:
+                check = self._receive(under_way.popleft(), block_hashes[position], payloads[position])
+            except WrongValueError:  # what follows it is not worth being read, however long it is
+                report.checks[position] = BlockCheck.CORRUPT
+                self.close()
+                return
             report.checks[position] = check
             if check is not BlockCheck.OK or should_stop():
                 end = num_asked  # what is under way must be read

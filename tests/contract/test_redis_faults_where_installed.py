@@ -21,11 +21,12 @@ import redis
 
 from connectors.contract.contract import open_descriptors
 from connectors.contract.node import LAYOUT, REAL_LAYOUT, Node, SteppedClock, chain, content_of, wait_until
-from connectors.registry import create_connector
+from connectors.registry import create_connector, open_browser
 from connectors.stored_block import BLOCK_HEADER_BYTES, pack_block_header
 from core.errors import ConfigError
 from core.kv.connector import PrefixLookup, TransferOutcome, TransferResult
 from core.kv.layout import KVLayout
+from deploy.cache_blocks import Progress, verify_blocks
 from deploy.topology import find_free_ports
 from tests.contract.small_disk import fill_up, mounted_tmpfs
 from tests.support.delaying_proxy import HOST, DelayingProxy
@@ -424,20 +425,41 @@ def test_tls_server_is_served_over_tls_and_missed_without(tmp_path: Path) -> Non
 
 
 # -- a server whose values are not what they should be -------------------------------------------------------------------------
-def test_value_longer_or_of_another_kind_is_never_loaded_and_replaced(bench: Bench) -> None:
-    node = bench.open_node()
-    hashes = chain(1, 6)
+@pytest.mark.parametrize("layout", [LAYOUT, SPLIT_LAYOUT], ids=["one value", "two values"])
+@pytest.mark.parametrize("damage", ["append", "list", "huge"])
+def test_value_too_long_or_of_another_type_ends_the_prefix_and_is_replaced(bench: Bench, layout: KVLayout, damage: str) -> None:
+    node = bench.open_node(layout)
+    hashes = chain(1, 8, layout)
     node.save(hashes)
     with bench.server.client() as client:
-        (key,) = client.scan_iter(f"*{hashes[2].hex()}", count=1000)
-        client.append(key, b"more")
-        assert node.load(hashes).num_blocks_ok == 2
-        client.delete(key)
-        client.rpush(key, b"a list")
-        assert node.load(hashes).num_blocks_ok == 2
-        client.delete(key)
+        (key,) = client.keys(f"*{hashes[4].hex()}" + (":1" if layout is SPLIT_LAYOUT else ""))
+        if damage == "list":
+            client.delete(key)
+            client.rpush(key, *range(1000))
+        else:
+            client.append(key, b"x" * (5000 if damage == "append" else 64_000_000))
+        result = node.load(hashes)
+        assert (result.outcome, result.num_blocks_ok) == (TransferOutcome.CORRUPT, 4)
+        assert not client.exists(key)
     assert node.save(hashes).outcome is TransferOutcome.OK
-    assert node.load(hashes).num_blocks_ok == 6
+    assert node.load(hashes).num_blocks_ok == 8
+
+
+def test_browser_sees_and_removes_values_too_long_or_of_another_type(bench: Bench) -> None:
+    node = bench.open_node()
+    hashes = chain(1, 8)
+    node.save(hashes)
+    with bench.server.client() as client:
+        keys = [client.keys(f"*{name.hex()}")[0] for name in hashes[:2]]
+        client.append(keys[0], b"x" * 5000)
+        client.delete(keys[1])
+        client.rpush(keys[1], "a")
+        browser = open_browser("redis", {"url": bench.server.url})
+        report = verify_blocks(browser, browser.entries(), Progress("verified"))
+        assert {entry.place.encode() for entry, _fault in report.faults} == set(keys)
+        assert browser.remove([entry for entry, _fault in report.faults]) == 2
+        browser.close()
+        assert client.exists(*keys) == 0
 
 
 def test_value_of_another_model_under_our_key_is_never_loaded(bench: Bench) -> None:
