@@ -311,7 +311,7 @@ def test_close_whatever_the_server_does_is_quick_and_gives_every_result(bench: B
 
 
 # -- a server that refuses --------------------------------------------------------------------------------------------------
-def test_full_server_that_evicts_nothing_keeps_serving_what_it_has(bench: Bench) -> None:
+def test_full_server_that_evicts_nothing_says_so_and_keeps_serving(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     node = bench.open_node(REAL_LAYOUT)
     hashes = chain(1, 8, REAL_LAYOUT)
     node.save(hashes)
@@ -319,10 +319,14 @@ def test_full_server_that_evicts_nothing_keeps_serving_what_it_has(bench: Bench)
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", client.info("memory")["used_memory"])
         assert node.save(chain(2, 8, REAL_LAYOUT)).outcome is TransferOutcome.MISS
+        assert "is full" in node.stats().complaint
+        node.save(chain(3, 8, REAL_LAYOUT))
+        assert caplog.text.count("is full") == 1
         assert node.load(hashes).num_blocks_ok == 8
         assert node.lookup(chain(2, 8, REAL_LAYOUT)) == 0
         client.config_set("maxmemory", 0)
     wait_recovered(node)
+    assert node.stats().complaint == ""
 
 
 def test_server_that_turns_into_a_read_only_replica_is_read_and_written_again_later(bench: Bench) -> None:
@@ -332,9 +336,11 @@ def test_server_that_turns_into_a_read_only_replica_is_read_and_written_again_la
         client.replicaof(HOST, str(_closed_port()))
         assert node.load(chain(1, 8)).num_blocks_ok == 8
         assert node.save(chain(2, 8)).outcome is TransferOutcome.ERROR
+        assert "cannot be written" in node.stats().complaint
         assert node.lookup(chain(2, 8)) == 0
         client.replicaof("NO", "ONE")
     wait_recovered(node)
+    assert node.stats().complaint == ""
 
 
 def test_server_whose_disk_is_full_is_read_and_written_again_later_skipped_where_mounting_is_forbidden(tmp_path: Path) -> None:
@@ -366,7 +372,10 @@ def test_wrong_password_is_a_miss_and_never_shown(bench: Bench, caplog: pytest.L
     bench.server.start()
     node = bench.open_node(password="wrong-secret")
     wait_missed(node, chain(1, 4))
-    assert node.save(chain(1, 4)).outcome is TransferOutcome.ERROR
+    assert [node.save(chain(1, 4)).outcome for _ in range(3)] == 3 * [TransferOutcome.ERROR]
+    wait_until(lambda: "password" in node.stats().complaint)
+    assert "wrong-secret" not in node.stats().complaint
+    assert len(caplog.records) == len({record.getMessage() for record in caplog.records})  # not once per save
     with bench.server.client() as client:  # whoever runs the server repairs it
         client.config_set("requirepass", "wrong-secret")
         wait_recovered(node)

@@ -164,6 +164,27 @@ def test_redis_connector_bad_option_is_refused_by_name_and_no_secret_is_shown(op
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({"url": "redis://user:secret@cache.example:99999/3"}, "'redis://cache.example:99999/3'"),
+        ({"url": "redis://user:se/cret@cache.example:99999/3"}, "(not shown)"),
+        ({"url": "redis://:a@secret@cache.example:99999"}, "(not shown)"),
+        ({"url": "redis://user:secret"}, "'redis://user:…'"),
+        ({"url": "redis://cache.example:1/0?timeout=abc&password=secret"}, "'redis://cache.example:1/0?timeout,password'"),
+        ({"timeout": "5s"}, "5s"),
+        ({"timeout": 5}, "5"),
+        ({"passwort": 5}, "(not shown)"),
+    ],
+    ids=str,
+)
+def test_redis_connector_wrong_address_or_option_is_shown_without_secrets(options: dict[str, object], shown: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        create_connector("redis", options, SteppedClock())
+    assert f"got {shown}" in str(caught.value).replace("'5s'", "5s").replace("'(not shown)'", "(not shown)")
+    assert "secret" not in str(caught.value)
+
+
 def test_redis_connector_password_that_looks_like_a_number_is_a_password() -> None:
     connector = create_connector("redis", {"password": 1234}, SteppedClock())
     assert "1234" not in repr(connector._options)  # type: ignore[attr-defined]
