@@ -294,8 +294,8 @@ def parse_addresses(field: str, addresses: Sequence[str]) -> list[Node]:
 
 
 def url_without_secrets(url: str) -> str:
-    """Scheme, host, port and database of a URL that may be wrong, and the names of its query arguments. Where it is not clear what
-    is a part of a password, nothing is shown."""
+    """Scheme, host, port and database of a URL that may be wrong, and the names of its query arguments; nothing where it is not
+    clear what is a part of a password."""
     found = _SHOWABLE_URL.fullmatch(url)
     if found is None:
         return "(not shown)"
