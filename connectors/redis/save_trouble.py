@@ -12,6 +12,7 @@ logger = logging.getLogger(__name__)
 
 # A replica, a disk that cannot be written, a user who may not: it is read all the same.
 UNWRITABLE = ("READONLY", "MISCONF", "NOPERM")
+_VALID_S = 300.0  # whoever has nothing new to save does not learn that there is room again
 _LOG_INTERVAL_S = 60.0  # at its limit, a server takes some saves and refuses others
 
 
@@ -20,14 +21,14 @@ class SaveTrouble:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._mutex = threading.Lock()  # of the two below
+        self._mutex = threading.Lock()  # of the three below
         self._text = ""
-        self._may_log_after_s = float("-inf")
+        self._noted_s = self._may_log_after_s = float("-inf")
 
     @property
     def text(self) -> str:
-        """For an operator; "": saves go through."""
-        return self._text
+        """For an operator; "": saves go through, or none was refused for minutes."""
+        return self._text if time.monotonic() - self._noted_s < _VALID_S else ""
 
     def note(self, *, is_full: bool, error: Exception | None, has_stored: bool) -> None:
         """What became of a save's new blocks."""
@@ -41,6 +42,7 @@ class SaveTrouble:
         else:
             return
         with self._mutex:
+            self._noted_s = time.monotonic()
             is_news, self._text = text != self._text, text
             may_log = not text or time.monotonic() >= self._may_log_after_s
             if is_news and text and may_log:
