@@ -120,6 +120,8 @@ class StoreBrowser(ABC):
 
 def find_fault(block: RawBlock, layout_fingerprint: bytes, block_hash: bytes) -> str:
     """What is wrong with a block that was listed under these names, in words; "" when it is intact at rest."""
+    if not block.header:
+        return "what is there is no block"
     if not any(block.header):
         return "it was never written"
     header = read_block_header(block.header)

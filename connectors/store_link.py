@@ -95,6 +95,7 @@ class StoreLink(ABC, Generic[C]):
         self._wake_writer.setblocking(False)
         self._thread = threading.Thread(target=self._run, name=f"kv-{self.name}-link", daemon=True)
         self._last_complaint = ""
+        self._fault = ""  # what ended the last attempt, or the last connection
         self.num_evictions = 0
         self.num_errors = 0
 
@@ -106,6 +107,11 @@ class StoreLink(ABC, Generic[C]):
     def state(self) -> LinkState:
         """Any thread."""
         return self._state
+
+    @property
+    def complaint(self) -> str:
+        """Why the server cannot be used; "" while it can. Any thread."""
+        return self._fault if self._state is LinkState.DOWN else ""
 
     # -- of each kind of server ----------------------------------------------------------------------------------------
     @abstractmethod
@@ -199,7 +205,8 @@ class StoreLink(ABC, Generic[C]):
             try:
                 connection = self._connect()
             except self.faults as error:
-                self._complain(str(error))
+                self._fault = str(error)
+                self._complain(self._fault)
                 self._pause(pause_s)
                 pause_s = min(2 * pause_s, self.max_retry_s)
                 continue
@@ -270,7 +277,8 @@ class StoreLink(ABC, Generic[C]):
                     self._last_complaint = ""  # it is well: what happens next is news
         except self.faults as error:
             self.num_errors += not self._is_closing
-            self._complain(f"lost: {error}")
+            self._fault = f"lost: {error}"
+            self._complain(self._fault)
             return error
         return None
 

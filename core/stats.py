@@ -38,6 +38,7 @@ class EngineStats:
     num_transfers_in_flight: int = 0
     circuit_is_open: bool = False
     store_is_reachable: bool = True
+    store_complaint: Annotated[str, Meta(max_length=512)] = ""
     store_bytes: int = 0
     store_blocks: int = 0
 

@@ -128,9 +128,13 @@ class HttpApi:
             return json_response({"status": "unavailable", "reasons": [f"the router is {what}"]}, 503)
         warnings = [] if registry.has_candidate("prefill") else ["no prefill node: decode nodes prefill"]
         for node in registry.connected():
+            complaint = node.stats.store_complaint
             if not node.stats.store_is_reachable or node.stats.circuit_is_open:
                 what = "fails again and again" if node.stats.store_is_reachable else "cannot be reached"
-                warnings.append(f"{node.node_id}: its store {node.connector} {what}: prompts are computed anew")
+                why = f" ({complaint})" if complaint else ""
+                warnings.append(f"{node.node_id}: its store {node.connector} {what}{why}: prompts are computed anew")
+            elif complaint:
+                warnings.append(f"{node.node_id}: its store {node.connector}: {complaint}")
             lost_tiers = [name for name, is_reachable in node.stats.tier_is_reachable.items() if not is_reachable]
             if lost_tiers and node.stats.store_is_reachable:
                 warnings.append(f"{node.node_id}: its store {node.connector} goes without {', '.join(lost_tiers)} for now")

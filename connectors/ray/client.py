@@ -46,6 +46,7 @@ class DirectoryConnection:
     stream: FrameStream
     store: npt.NDArray[np.uint8]
     status: StoreStatus
+    medium_bytes: int = 0  # of this node's object store
 
     def fileno(self) -> int:
         """For poll."""
@@ -90,11 +91,12 @@ class DirectoryDoor:
             try:
                 if operation is not Operation.OK:
                     raise ConnectorError("the directory does not answer HELLO")
-                store = self._map(descriptor, json.loads(body[:-STATUS_BYTES])["medium_bytes"])
+                medium_bytes = int(json.loads(body[:-STATUS_BYTES])["medium_bytes"])
+                store = self._map(descriptor, medium_bytes)
             finally:
                 if descriptor is not None:
                     os.close(descriptor)
-            return DirectoryConnection(stream, store, unpack_status(body))
+            return DirectoryConnection(stream, store, unpack_status(body), medium_bytes)
         except BaseException as error:
             stream.close()
             if isinstance(error, (ValueError, KeyError, TypeError)):
@@ -127,10 +129,23 @@ class DirectoryStarter:
 
     def __init__(self, address: str, node_ip: str, auth: str, linger_s: float) -> None:
         self._claim_address = socket_address(address, node_ip) + b"-starting"
+        self._address = address
         self._options = json.dumps({"address": address, "node_ip": node_ip, "auth": auth, "linger_s": linger_s})
         self._process: subprocess.Popen[bytes] | None = None
         self._claim: socket.socket | None = None
         self.last_failure = ""  # of the program, in one line
+
+    @property
+    def why_absent(self) -> str:
+        """For an operator; "" while the first program is at it."""
+        if not self.last_failure:
+            return ""
+        text = f"Ray's directory actor of this host is not there: {self.last_failure}"
+        if "`ray start" in self.last_failure:
+            return text
+        return (
+            f"{text}; a Ray node must run on this host: `ray start --head`, or `ray start --address={self._address}` to join one"
+        )
 
     def ensure(self) -> None:
         """Start the program, unless ours or somebody else's runs. Raises OSError where it cannot be started."""

@@ -152,7 +152,13 @@ class RayConnector(QueuedConnector):
         self._door = DirectoryDoor(options.address, options.node_ip, hello, options.op_timeout_s)
         starter = DirectoryStarter(options.address, options.node_ip, options.auth, options.linger_s)
         self._link = RayLink(
-            self._door, starter, self._known, options.lookup_batch_size, self._notify, self._drop_idle_connections
+            self._door,
+            starter,
+            self._known,
+            options.lookup_batch_size,
+            self._notify,
+            self._drop_idle_connections,
+            options.capacity_bytes,
         )
         self._link.start()
         self._link.wait_first(_START_PATIENCE_S)
@@ -188,6 +194,7 @@ class RayConnector(QueuedConnector):
             num_evictions=link.num_evictions,
             num_errors=self._num_errors + link.num_errors,
             is_reachable=link.state is not LinkState.DOWN,
+            complaint=link.complaint,
             num_open_references=self._workers.num_in_flight,
         )
 
@@ -205,7 +212,11 @@ class RayConnector(QueuedConnector):
             result = failed(transfer, TransferOutcome.OK, "")
         elif not self._ready_link.wait_up():
             outcome = TransferOutcome.CANCELLED if self._is_closed else TransferOutcome.ERROR
-            result = failed(transfer, outcome, "there is no directory")
+            with self._mutex:
+                self._num_errors += outcome is TransferOutcome.ERROR
+            # Not logged: the link has said why, once.
+            why = self._ready_link.complaint or "Ray's directory actor of this host is not there"
+            return failed(transfer, outcome, why)
         else:
             result = self._move(transfer)
         if result.outcome not in (TransferOutcome.OK, TransferOutcome.MISS, TransferOutcome.CANCELLED):

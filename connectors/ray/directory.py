@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from connectors.huge_pages import map_file
 from connectors.ray.messages import VERSION, socket_address
-from connectors.ray.server import USABLE_FRACTION, DirectoryServer, Peers
+from connectors.ray.server import DirectoryServer, Peers
 from connectors.ray.sessions import BorrowedBlocks
-from connectors.ray.slabs import ObjectMedium
+from connectors.ray.slabs import USABLE_FRACTION, ObjectMedium
 
 logger = logging.getLogger(__name__)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
+from connectors.byte_sizes import readable_bytes
 from connectors.known_blocks import KnownBlocks
 from connectors.ray.client import DirectoryConnection, DirectoryDoor, DirectoryStarter
 from connectors.ray.messages import Operation, StoreStatus, pack_names
+from connectors.ray.slabs import USABLE_FRACTION
 from connectors.store_link import StoreLink
 from core.errors import ConnectorError
+
+logger = logging.getLogger(__name__)
 
 
 class RayLink(StoreLink[DirectoryConnection]):
@@ -26,11 +31,15 @@ class RayLink(StoreLink[DirectoryConnection]):
         batch_size: int,
         on_news: Callable[[], None],
         on_lost: Callable[[], None],
+        wanted_bytes: int,
     ) -> None:
+        """wanted_bytes: how large a store may be, if Ray has room for it."""
         super().__init__(known, batch_size, on_news)
         self._door = door
         self._starter = starter
         self._on_lost = on_lost
+        self._wanted_bytes = wanted_bytes
+        self._has_told_limit = False
         self._last_status: StoreStatus | None = None
 
     @property
@@ -60,16 +69,26 @@ class RayLink(StoreLink[DirectoryConnection]):
             connection = self._door.open()
         except ConnectionRefusedError as error:  # nobody listens
             self._starter.ensure()
-            raise ConnectorError(
-                f"no directory yet: {self._starter.last_failure}" if self._starter.last_failure else ""
-            ) from error
+            raise ConnectorError(self._starter.why_absent) from error
         self._starter.stop()
         self._starter.last_failure = ""
         with self._condition:
             self._last_status = None
         self._known.begin_epoch()
         self.note_status(connection.status)
+        self._tell_limit(connection.medium_bytes, connection.status.capacity_bytes)
         return connection
+
+    def _tell_limit(self, medium_bytes: int, used_bytes: int) -> None:
+        """Once: a store that Ray has no room for is smaller than its options say."""
+        if self._has_told_limit or self._wanted_bytes <= medium_bytes * USABLE_FRACTION:
+            return
+        self._has_told_limit = True
+        logger.warning(
+            "ray: capacity_bytes is %s, but Ray's object store on this host has %s: the store holds at most %s"
+            " (`ray start --object-store-memory BYTES` gives it more)",
+            *map(readable_bytes, (self._wanted_bytes, medium_bytes, used_bytes)),
+        )
 
     def _lost(self) -> None:
         self._on_lost()

@@ -34,16 +34,13 @@ from connectors.ray.messages import (
     unpack_put,
 )
 from connectors.ray.sessions import BorrowedBlocks, OpenStore, Session, parse_hello
-from connectors.ray.slabs import ObjectMedium, SlabMaker
+from connectors.ray.slabs import USABLE_FRACTION, ObjectMedium, SlabMaker
 from connectors.ray.visits import VISITS, answer_visit, describe_stores
 from connectors.stored_block import BLOCK_HEADER_BYTES, pack_block_header
 from core.errors import ConnectorError
 
 logger = logging.getLogger(__name__)
 
-USABLE_FRACTION = (
-    0.8  # of the object store: what is freed is not free at once, memory gets fragmented, and other nodes' blocks come
-)
 _TICK_S = 0.2
 _SEND_TIMEOUT_S = 10.0
 _NO_HEADER = bytes(BLOCK_HEADER_BYTES)

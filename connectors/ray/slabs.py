@@ -22,6 +22,8 @@ from connectors.ray.index import StoreIndex
 
 logger = logging.getLogger(__name__)
 
+# Of the object store: what is freed is not free at once, memory gets fragmented, and other nodes' blocks come.
+USABLE_FRACTION = 0.8
 _IDLE_WAIT_S = 0.25
 _RETRY_S = 1.0  # after an object that could not be made
 

@@ -61,12 +61,13 @@ class RedisBrowser(StoreBrowser):
             yield from self._look_up(names)
 
     def find(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[bool]:
-        """By the first key of each block."""
+        """By the first key of each block; a value of another type is no block."""
         keys = [self._block_key(layout_fingerprint, name) for name in block_hashes]
         found: list[bool] = []
         for start in range(0, len(keys), _KEYS_AT_A_TIME):
             found += [
-                reply == 1 for reply in self._client.ask([(b"EXISTS", key) for key in keys[start : start + _KEYS_AT_A_TIME]])
+                _number(reply) > 0
+                for reply in self._client.ask([(b"STRLEN", key) for key in keys[start : start + _KEYS_AT_A_TIME]])
             ]
         return found
 
@@ -80,7 +81,8 @@ class RedisBrowser(StoreBrowser):
                 if any(part is None for part in parts):
                     yield entry, None
                     continue
-                value = b"".join(part if isinstance(part, bytes) else b"" for part in parts)
+                strings = [part for part in parts if isinstance(part, bytes)]
+                value = b"".join(strings) if len(strings) == len(parts) else b""  # of another type: no block
                 yield entry, RawBlock(value[:BLOCK_HEADER_BYTES], value[BLOCK_HEADER_BYTES:])
 
     def write(self, blocks: Sequence[RawBlock]) -> list[WriteOutcome]:
@@ -138,15 +140,16 @@ class RedisBrowser(StoreBrowser):
             expiry_ms, left_ms = _number(next(replies)), _number(next(replies))
             if expiry_ms == 0 < left_ms:  # a server before 7.0 tells the time that is left, and a millisecond less each time
                 expiry_ms = int(time.time() * 1000) + left_ms
-            sizes = [_number(next(replies)) for _ in range(MAX_PARTS)]
-            if sizes[0] == 0:  # gone meanwhile
+            lengths = [next(replies) for _ in range(MAX_PARTS)]
+            if lengths[0] == 0:  # gone meanwhile
                 continue
-            num_parts = 1 + sum(size > 0 for size in sizes[1:])  # an empty part is found by reading
+            # An empty part is found by reading. A refusal is that of a value of another type, which is to be seen and removed.
+            num_parts = 1 + sum(length != 0 for length in lengths[1:])
             expires_s = expiry_ms / 1000 if expiry_ms > 0 else None
             yield BlockEntry(
                 layout_fingerprint=fingerprint,
                 block_hash=name,
-                num_bytes=sum(sizes),
+                num_bytes=sum(map(_number, lengths)),
                 eviction_order=expiry_ms if expiry_ms > 0 else 2**62,  # nothing that never expires is evicted
                 place=key.decode(),
                 last_used_s=None if expires_s is None else expires_s - self._expiry_s,

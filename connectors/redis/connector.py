@@ -24,6 +24,7 @@ from connectors.redis.lane import LaneReport, RedisLane
 from connectors.redis.link import RedisLink
 from connectors.redis.prefix_expiry import PrefixExpiry
 from connectors.redis.resp_stream import RespError
+from connectors.redis.save_trouble import SaveTrouble
 from connectors.redis.server import Credentials, RedisServer, SentinelService
 from connectors.redis.values import BlockValues
 from connectors.store_browser import StoreBrowser
@@ -47,6 +48,8 @@ from core.kv.pool_memory import KVPoolMemory
 logger = logging.getLogger(__name__)
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_SECRET_NAME = re.compile("pas|pw|psw|user|auth|secret|token|key|cred|url", re.IGNORECASE)  # of what may be one, misspelled
+_HARMLESS_NAME = re.compile("time|expir|num|size|bytes|level|codec|namespace|port|db", re.IGNORECASE)
 _SECRETS = ("username", "password", "sentinel_password")
 
 
@@ -111,6 +114,7 @@ class RedisConnector(QueuedConnector):
     def __init__(self, options: RedisOptions, clock: Clock) -> None:
         self._options = options
         self._server = _server_of(options)
+        self._save_trouble = SaveTrouble(self._server.address)
         self._coding_options = CodingOptions(options.codec, options.codec_level, options.encryption_key_file).check()
         self._workers = TransferWorkers(self._execute, lambda: False, self._notify, clock)
         self._known = KnownBlocks(options.max_known_hashes)
@@ -179,6 +183,7 @@ class RedisConnector(QueuedConnector):
             num_evictions=link.num_evictions,
             num_errors=self._num_errors + link.num_errors,
             is_reachable=link.state is not LinkState.DOWN,
+            complaint=link.complaint or self._save_trouble.text,
             num_open_references=self._workers.num_in_flight,
         )
 
@@ -196,7 +201,10 @@ class RedisConnector(QueuedConnector):
             result = failed(transfer, TransferOutcome.OK, "")
         elif not self._ready_link.wait_up():
             outcome = TransferOutcome.CANCELLED if self._is_closed else TransferOutcome.ERROR
-            result = failed(transfer, outcome, "the server cannot be reached")
+            with self._mutex:
+                self._num_errors += outcome is TransferOutcome.ERROR
+            # Not logged: the link has said why, once.
+            return failed(transfer, outcome, f"the server cannot be reached: {self._ready_link.complaint}".rstrip(": "))
         else:
             with self._lane() as lane:
                 move = self._load if transfer.direction is TransferDirection.LOAD else self._save
@@ -220,7 +228,7 @@ class RedisConnector(QueuedConnector):
         self._known.add(names[:num_ok], epoch)
         self._known.remove(names[position] for position, check in report.checks.items() if check is not BlockCheck.OK)
         damaged = [names[position] for position, check in report.checks.items() if check not in (BlockCheck.OK, None)]
-        if damaged and report.error is None:  # would block their keys until they expire
+        if damaged and report.error is None:  # would block their keys until they expire, and for ever where they do not
             with self._reporting(lane, LaneReport()):
                 lane.delete(damaged)
         moved_bytes = num_ok * self._layout.block_bytes
@@ -256,6 +264,7 @@ class RedisConnector(QueuedConnector):
             if report.stored:
                 stored = self._look_again(lane, {name: moments[first_positions[name]] for name in names if name in stored})
             self._known.add([name for name in names if name in stored], self._known.epoch)
+        self._save_trouble.note(is_full=report.is_full, error=report.error, has_stored=bool(report.stored))
         num_ok = next((position for position, name in enumerate(names) if name not in stored), len(names))
         moved_bytes = len(report.stored) * self._layout.block_bytes
         if num_ok == len(names):
@@ -354,7 +363,10 @@ def _parse(options: Mapping[str, Any]) -> RedisOptions:
     known = {option.name for option in fields(RedisOptions)}
     for name in options:
         if name not in known:
-            raise ConfigError(f"connector.options.{name}", "(not shown)", f"one of the options {', '.join(sorted(known))}")
+            value = options[name]
+            is_harmless = isinstance(value, int | float) or _HARMLESS_NAME.search(name) is not None
+            shown = value if is_harmless and not _SECRET_NAME.search(name) else "(not shown)"
+            raise ConfigError(f"connector.options.{name}", shown, f"one of the options {', '.join(sorted(known))}")
     # A password like 1234 arrives as a number.
     texts = {name: str(options[name]) for name in ("url", *_SECRETS) if options.get(name) is not None}
     parsed: RedisOptions = options_from_mapping(RedisOptions, {**options, **texts}, "connector.options")

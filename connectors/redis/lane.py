@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from connectors.coding.block_coding import BlockCoding
 from connectors.redis.link import NUM_STATUS_REPLIES, STATUS_COMMANDS
 from connectors.redis.node_streams import NodeStreams
-from connectors.redis.resp_stream import Reply, RespError, RespStream
+from connectors.redis.resp_stream import Reply, RespError, RespStream, WrongValueError
+from connectors.redis.save_trouble import UNWRITABLE
 from connectors.redis.server import Node, RedisServer
 from connectors.redis.values import BlockValues
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck, check_block
@@ -23,11 +24,6 @@ _PIPELINE_BYTES = 256 * 1024  # small blocks: so many bytes under way on one con
 _MAX_PIPELINE = 16
 _MAX_CODING_BYTES = 4096  # of an encoded or encrypted block beyond the block's own
 _FULL = ("OOM",)
-_UNWRITABLE = (
-    "READONLY",
-    "MISCONF",
-    "NOPERM",
-)  # a replica, a disk that cannot be written, a user who may not: it is read all the same
 
 
 class _Outcome(enum.Enum):
@@ -87,7 +83,7 @@ class RedisLane:
                 num_trailing,
             )
         except RespError as refusal:
-            if refusal.word not in _UNWRITABLE:
+            if refusal.word not in UNWRITABLE:
                 raise
             self._streams.close()  # what else was asked is still to come there
             counts, replies = self._streams.ask(
@@ -118,7 +114,12 @@ class RedisLane:
                 num_asked += 1
             if not under_way:
                 return
-            check = self._receive(under_way.popleft(), block_hashes[position], payloads[position])
+            try:
+                check = self._receive(under_way.popleft(), block_hashes[position], payloads[position])
+            except WrongValueError:  # what follows it is not worth being read, however long it is
+                report.checks[position] = BlockCheck.CORRUPT
+                self.close()
+                return
             report.checks[position] = check
             if check is not BlockCheck.OK or should_stop():
                 end = num_asked  # what is under way must be read

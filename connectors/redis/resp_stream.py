@@ -32,6 +32,10 @@ class RespError(Exception):
         return str(self).partition(" ")[0]
 
 
+class WrongValueError(ConnectionError):
+    """What a key holds cannot be the value that was asked for: it is too long, or no string. The connection is out of step."""
+
+
 class RespStream(SocketStream):
     """A connection on which nothing is outstanding. Bytes that are no RESP are a ConnectionError.
 
@@ -134,7 +138,8 @@ class RespStream(SocketStream):
     def receive_value(self, views: Sequence[memoryview], max_bytes: int = 0) -> bytearray | bool | None:
         """Receive the reply of a GET into memory: True when it is a value of exactly that size, None when there is none.
 
-        A value of another size is returned instead, where it is smaller or has at most max_bytes. Raises RespError.
+        A value of another size is returned instead, where it is smaller or has at most max_bytes; what is still longer is not
+        read: WrongValueError. Raises RespError.
         """
         expected = sum(len(view) for view in views)
         header = b"$%d" % expected
@@ -151,10 +156,14 @@ class RespStream(SocketStream):
             refusal = RespError(line[1:].decode(errors="replace"))
             if self._is_elsewhere(refusal):
                 return None
+            if refusal.word == "WRONGTYPE":
+                raise WrongValueError(str(refusal))
             raise refusal
         length = _parse_number(line)
-        if line[:1] != b"$" or length > max(expected, max_bytes):
+        if line[:1] != b"$":
             raise ConnectionError(f"expected a value of {expected} bytes, got {line[:40]!r}")
+        if length > max(expected, max_bytes):
+            raise WrongValueError(f"expected a value of {expected} bytes, got one of {length}")
         value = bytearray(length + len(CRLF))
         self.fill([memoryview(value)])
         return value[:length]

@@ -7,6 +7,7 @@ set-up by then, so that nothing is left in its buffer.
 from __future__ import annotations
 
 import itertools
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,10 @@ SOLE_NODE: Node = ("", 0)  # where there is no cluster
 _CLIENT_FAULTS = (redis.RedisError, redis.RedisClusterException, OSError)  # the second is not one of the first
 URL_FIELD = "connector.options.url"
 _URL_FORMS = "redis://HOST:PORT/DB, rediss://… (TLS) or unix:///PATH?db=DB, with redis-py's query arguments (ssl_ca_certs=PATH)"
+_SHOWABLE_URL = re.compile(  # an @ that is not the only one, or comes after a slash, is one of a password that was not quoted
+    r"(rediss?|unix|valkeys?|https?|tcp)://(?:[^@/?#]*@)?([\w.-]*|\[[0-9A-Fa-f:.]*\])(:[^@/?#:]*)?(/[0-9]*)?(?:\?([^@#]*))?"
+)
+_NUMBER = re.compile(r"(:-?[0-9]*)?")  # a port that is none may be a password without its host
 # What is ours to decide, and what would need redis-py's own reader.
 _RESERVED = ("protocol", "decode_responses", "socket_timeout", "socket_connect_timeout", "retry", "parser_class")
 
@@ -67,11 +72,11 @@ class RedisServer:
         op_timeout_s: float,
         sentinels: SentinelService = SentinelService(),
     ) -> None:
-        """Raises ConfigError, which does not show the URL: it may hold a password."""
+        """Raises ConfigError, which does not show what may be a password in the URL."""
         try:
             settings: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
         except ValueError:
-            raise ConfigError(URL_FIELD, "(not shown)", _URL_FORMS) from None
+            raise ConfigError(URL_FIELD, url_without_secrets(url), f"{_URL_FORMS}; ports are 1 to 65535") from None
         for name in _RESERVED:
             if name in settings:
                 raise ConfigError(URL_FIELD, f"…{name}=…", f"a URL without {name}")
@@ -94,7 +99,8 @@ class RedisServer:
         try:
             self._connection_type(**self._settings)
         except (TypeError, ValueError, redis.RedisError):
-            raise ConfigError(URL_FIELD, "(not shown)", f"{_URL_FORMS}; a query argument is unknown or wrong") from None
+            shown = url_without_secrets(url)
+            raise ConfigError(URL_FIELD, shown, f"{_URL_FORMS}; a query argument is unknown or wrong") from None
         self._op_timeout_s = op_timeout_s
         self._service_name = sentinels.name
         self._sentinels = _sentinels(sentinels, connect_timeout_s) if sentinels.addresses else None
@@ -285,6 +291,17 @@ def parse_addresses(field: str, addresses: Sequence[str]) -> list[Node]:
             raise ConfigError(field, address, "HOST:PORT, and commas between several")
         nodes.append((host, int(port)))
     return nodes
+
+
+def url_without_secrets(url: str) -> str:
+    """Scheme, host, port and database of a URL that may be wrong, and the names of its query arguments; nothing where it is not
+    clear what is a part of a password."""
+    found = _SHOWABLE_URL.fullmatch(url)
+    if found is None:
+        return "(not shown)"
+    scheme, host, port, path, query = found.groups(default="")
+    names = ",".join(re.findall(r"(?:^|&)([a-z_]{1,40})=", query))
+    return f"{scheme}://{host}{port if _NUMBER.fullmatch(port) else ':…'}{path}" + (f"?{names}" if names else "")
 
 
 def _shut_down(connection: Connection) -> None:

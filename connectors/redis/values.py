@@ -105,8 +105,8 @@ class BlockValues:
         return b"".join(pack_command(b"GET", key) for key in self.keys(block_hash))
 
     def delete(self, block_hash: bytes) -> bytes:
-        """A command that removes a block; its reply is the number of parts that were there."""
-        return pack_command(b"DEL", *self.keys(block_hash))
+        """A command that removes a block, whatever its keys hold; its reply is the number of parts that were there."""
+        return pack_command(b"UNLINK", *self.keys(block_hash))
 
     def set(self, block_hash: bytes, header: bytes, payload: memoryview, lifetime_ms: int) -> list[bytes | memoryview]:
         """num_parts commands that store a block, as it is at rest, as pieces to be sent one after the other.

@@ -177,6 +177,9 @@ class TieredConnector(KVConnector):
             num_evictions=sum(stats.num_evictions for stats in found),
             num_errors=sum(stats.num_errors for stats in found),
             is_reachable=any(stats.is_reachable for stats in found),
+            complaint="; ".join(
+                f"{tier.name}: {stats.complaint}" for tier, stats in zip(self._tiers.tiers, found, strict=True) if stats.complaint
+            ),
             num_open_references=len(self._open) + sum(stats.num_open_references for stats in found),
             tiers=tuple(tier.tier_stats(stats) for tier, stats in zip(self._tiers.tiers, found, strict=True)),
         )

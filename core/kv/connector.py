@@ -100,6 +100,7 @@ class ConnectorStats:
     num_errors: int = 0
     is_reachable: bool = True  # False while the store is known to be away: everything is a miss
     num_open_references: int = 0  # slots being written, pins, leases: 0 when nothing is in flight
+    complaint: str = ""  # why it is away, or takes nothing new, for an operator to read: no secrets
     tiers: tuple[TierStats, ...] = ()  # empty for a single store
 
 

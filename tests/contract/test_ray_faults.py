@@ -153,13 +153,17 @@ def wait_missed(node: Node, hashes: list[bytes]) -> None:
 
 
 # -- a Ray that is not there --------------------------------------------------------------------------------------------------
-def test_ray_down_at_start_is_a_miss_and_used_soon_after_it_comes(bench: Bench) -> None:
+def test_ray_down_at_start_is_a_miss_and_used_soon_after_it_comes(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.ray.kill()
     node = bench.open_node(is_ready=False)
     wait_missed(node, chain(1, 4))
     assert node.save(chain(1, 4)).outcome is TransferOutcome.ERROR
     assert node.load(chain(1, 4)).outcome is TransferOutcome.ERROR
     assert not node.stats().is_reachable
+    wait_until(lambda: "`ray start" in node.stats().complaint)
+    for _ in range(3):
+        assert node.save(chain(1, 4)).outcome is TransferOutcome.ERROR
+    assert caplog.text.count("directory actor") == 1  # not once per save
     bench.ray.start()
     wait_recovered(node, within_s=MAX_STARTS * bench.ray.start_s)
 
@@ -177,6 +181,8 @@ def test_ray_or_a_part_of_it_killed_in_the_middle_gives_one_result_each_and_is_u
         bench.ray.kill_one(part)
     outcomes = {result.outcome for result in node.results(transfers)}
     assert outcomes <= {TransferOutcome.OK, *FAILURES}
+    if part == "raylet":
+        wait_until(lambda: "directory actor" in node.stats().complaint and "`ray start" in node.stats().complaint)
     before = bytes(node.pool.buffer)
     if part != "directory":  # that one is made again by whoever misses it
         bench.ray.kill()
@@ -304,7 +310,9 @@ def test_object_store_full_of_others_objects_leaves_what_is_ours_and_the_store_g
     assert node.load(chain(4, 64, REAL_LAYOUT)).num_blocks_ok == 64
 
 
-def test_value_of_another_model_under_our_name_is_never_loaded_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_value_of_another_model_under_our_name_is_never_loaded_and_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A directory names what it stores by the layout of who stores it: only a wrong one, as ours here, can have such a value."""
     address, memory = f"127.0.0.9:{find_free_ports('127.0.0.9', 1)[0]}", MemoryMedium()
     has_ended = threading.Event()
@@ -324,6 +332,8 @@ def test_value_of_another_model_under_our_name_is_never_loaded_and_replaced(monk
         assert node.load(hashes).num_blocks_ok == 0
         assert node.save(hashes).outcome is TransferOutcome.OK
         assert node.load(hashes).num_blocks_ok == 6
+        assert caplog.text.count("capacity_bytes is 1.0 GiB, but Ray's object store on this host has 16.0 MiB") == 1
+        assert "at most 12.8 MiB" in caplog.text
     finally:
         node.connector.close()
         assert has_ended.wait(HANG_S)

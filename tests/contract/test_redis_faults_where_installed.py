@@ -21,11 +21,12 @@ import redis
 
 from connectors.contract.contract import open_descriptors
 from connectors.contract.node import LAYOUT, REAL_LAYOUT, Node, SteppedClock, chain, content_of, wait_until
-from connectors.registry import create_connector
+from connectors.registry import create_connector, open_browser
 from connectors.stored_block import BLOCK_HEADER_BYTES, pack_block_header
 from core.errors import ConfigError
 from core.kv.connector import PrefixLookup, TransferOutcome, TransferResult
 from core.kv.layout import KVLayout
+from deploy.cache_blocks import Progress, verify_blocks
 from deploy.topology import find_free_ports
 from tests.contract.small_disk import fill_up, mounted_tmpfs
 from tests.support.delaying_proxy import HOST, DelayingProxy
@@ -310,7 +311,7 @@ def test_close_whatever_the_server_does_is_quick_and_gives_every_result(bench: B
 
 
 # -- a server that refuses --------------------------------------------------------------------------------------------------
-def test_full_server_that_evicts_nothing_keeps_serving_what_it_has(bench: Bench) -> None:
+def test_full_server_that_evicts_nothing_says_so_and_keeps_serving(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     node = bench.open_node(REAL_LAYOUT)
     hashes = chain(1, 8, REAL_LAYOUT)
     node.save(hashes)
@@ -318,10 +319,14 @@ def test_full_server_that_evicts_nothing_keeps_serving_what_it_has(bench: Bench)
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", client.info("memory")["used_memory"])
         assert node.save(chain(2, 8, REAL_LAYOUT)).outcome is TransferOutcome.MISS
+        assert "is full" in node.stats().complaint
+        node.save(chain(3, 8, REAL_LAYOUT))
+        assert caplog.text.count("is full") == 1
         assert node.load(hashes).num_blocks_ok == 8
         assert node.lookup(chain(2, 8, REAL_LAYOUT)) == 0
         client.config_set("maxmemory", 0)
     wait_recovered(node)
+    assert node.stats().complaint == ""
 
 
 def test_server_that_turns_into_a_read_only_replica_is_read_and_written_again_later(bench: Bench) -> None:
@@ -331,9 +336,11 @@ def test_server_that_turns_into_a_read_only_replica_is_read_and_written_again_la
         client.replicaof(HOST, str(_closed_port()))
         assert node.load(chain(1, 8)).num_blocks_ok == 8
         assert node.save(chain(2, 8)).outcome is TransferOutcome.ERROR
+        assert "cannot be written" in node.stats().complaint
         assert node.lookup(chain(2, 8)) == 0
         client.replicaof("NO", "ONE")
     wait_recovered(node)
+    assert node.stats().complaint == ""
 
 
 def test_server_whose_disk_is_full_is_read_and_written_again_later_skipped_where_mounting_is_forbidden(tmp_path: Path) -> None:
@@ -365,7 +372,10 @@ def test_wrong_password_is_a_miss_and_never_shown(bench: Bench, caplog: pytest.L
     bench.server.start()
     node = bench.open_node(password="wrong-secret")
     wait_missed(node, chain(1, 4))
-    assert node.save(chain(1, 4)).outcome is TransferOutcome.ERROR
+    assert [node.save(chain(1, 4)).outcome for _ in range(3)] == 3 * [TransferOutcome.ERROR]
+    wait_until(lambda: "password" in node.stats().complaint)
+    assert "wrong-secret" not in node.stats().complaint
+    assert len(caplog.records) == len({record.getMessage() for record in caplog.records})  # not once per save
     with bench.server.client() as client:  # whoever runs the server repairs it
         client.config_set("requirepass", "wrong-secret")
         wait_recovered(node)
@@ -424,20 +434,41 @@ def test_tls_server_is_served_over_tls_and_missed_without(tmp_path: Path) -> Non
 
 
 # -- a server whose values are not what they should be -------------------------------------------------------------------------
-def test_value_longer_or_of_another_kind_is_never_loaded_and_replaced(bench: Bench) -> None:
-    node = bench.open_node()
-    hashes = chain(1, 6)
+@pytest.mark.parametrize("layout", [LAYOUT, SPLIT_LAYOUT], ids=["one value", "two values"])
+@pytest.mark.parametrize("damage", ["append", "list", "huge"])
+def test_value_too_long_or_of_another_type_ends_the_prefix_and_is_replaced(bench: Bench, layout: KVLayout, damage: str) -> None:
+    node = bench.open_node(layout)
+    hashes = chain(1, 8, layout)
     node.save(hashes)
     with bench.server.client() as client:
-        (key,) = client.scan_iter(f"*{hashes[2].hex()}", count=1000)
-        client.append(key, b"more")
-        assert node.load(hashes).num_blocks_ok == 2
-        client.delete(key)
-        client.rpush(key, b"a list")
-        assert node.load(hashes).num_blocks_ok == 2
-        client.delete(key)
+        (key,) = client.keys(f"*{hashes[4].hex()}" + (":1" if layout is SPLIT_LAYOUT else ""))
+        if damage == "list":
+            client.delete(key)
+            client.rpush(key, *range(1000))
+        else:
+            client.append(key, b"x" * (5000 if damage == "append" else 64_000_000))
+        result = node.load(hashes)
+        assert (result.outcome, result.num_blocks_ok) == (TransferOutcome.CORRUPT, 4)
+        assert not client.exists(key)
     assert node.save(hashes).outcome is TransferOutcome.OK
-    assert node.load(hashes).num_blocks_ok == 6
+    assert node.load(hashes).num_blocks_ok == 8
+
+
+def test_browser_sees_and_removes_values_too_long_or_of_another_type(bench: Bench) -> None:
+    node = bench.open_node()
+    hashes = chain(1, 8)
+    node.save(hashes)
+    with bench.server.client() as client:
+        keys = [client.keys(f"*{name.hex()}")[0] for name in hashes[:2]]
+        client.append(keys[0], b"x" * 5000)
+        client.delete(keys[1])
+        client.rpush(keys[1], "a")
+        browser = open_browser("redis", {"url": bench.server.url})
+        report = verify_blocks(browser, browser.entries(), Progress("verified"))
+        assert {entry.place.encode() for entry, _fault in report.faults} == set(keys)
+        assert browser.remove([entry for entry, _fault in report.faults]) == 2
+        browser.close()
+        assert client.exists(*keys) == 0
 
 
 def test_value_of_another_model_under_our_key_is_never_loaded(bench: Bench) -> None:

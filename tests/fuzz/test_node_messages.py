@@ -66,7 +66,9 @@ STATS_FIELDS = {
         max_size=4,
     )
     if "dict" in str(leaf.type)
-    else (FLOATS if leaf.type == "float" else st.booleans() if leaf.type == "bool" else INTS)
+    else (
+        TEXTS if "[str" in str(leaf.type) else FLOATS if leaf.type == "float" else st.booleans() if leaf.type == "bool" else INTS
+    )
     for leaf in dataclasses.fields(EngineStats)
 }
 LOADS = st.builds(

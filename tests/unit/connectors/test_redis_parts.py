@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from redis.crc import key_slot
 
@@ -9,6 +11,7 @@ from connectors.contract.node import LAYOUT, SteppedClock, chain
 from connectors.known_blocks import KnownBlocks
 from connectors.redis.cluster import SlotMap
 from connectors.redis.prefix_expiry import PrefixExpiry
+from connectors.redis.save_trouble import SaveTrouble
 from connectors.redis.values import BlockValues, size_class, split_payload
 from connectors.registry import create_connector
 from connectors.stored_block import BLOCK_HEADER_BYTES
@@ -161,6 +164,44 @@ def test_redis_connector_bad_option_is_refused_by_name_and_no_secret_is_shown(op
     (name,) = options
     with pytest.raises(ConfigError, match=rf"connector\.options\.{name}") as caught:
         create_connector("redis", options, SteppedClock())
+    assert "secret" not in str(caught.value)
+
+
+def test_redis_save_trouble_is_told_once_and_forgotten_after_minutes_without_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trouble, now_s = SaveTrouble("host:1"), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    for _ in range(2):
+        trouble.note(is_full=True, error=None, has_stored=True)
+        trouble.note(is_full=False, error=None, has_stored=False)  # tells nothing
+        assert "full" in trouble.text
+    trouble.note(is_full=False, error=None, has_stored=True)
+    assert trouble.text == ""
+    trouble.note(is_full=True, error=None, has_stored=False)
+    assert len(caplog.records) == 1
+    now_s[0] += 301.0
+    assert trouble.text == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({"url": "redis://user:secret@cache.example:99999/3"}, "'redis://cache.example:99999/3'"),
+        ({"url": "redis://user:se/cret@cache.example:99999/3"}, "(not shown)"),
+        ({"url": "redis://:a@secret@cache.example:99999"}, "(not shown)"),
+        ({"url": "redis://user:secret"}, "'redis://user:…'"),
+        ({"url": "redis://cache.example:1/0?timeout=abc&password=secret"}, "'redis://cache.example:1/0?timeout,password'"),
+        ({"timeout": "5s"}, "5s"),
+        ({"timeout": 5}, "5"),
+        ({"passwort": 5}, "(not shown)"),
+    ],
+    ids=str,
+)
+def test_redis_connector_wrong_address_or_option_is_shown_without_secrets(options: dict[str, object], shown: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        create_connector("redis", options, SteppedClock())
+    assert f"got {shown}" in str(caught.value).replace("'5s'", "5s").replace("'(not shown)'", "(not shown)")
     assert "secret" not in str(caught.value)
 
 

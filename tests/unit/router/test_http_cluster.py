@@ -34,6 +34,18 @@ def test_health_warns_of_a_store_that_is_away(cluster: RunningRouter) -> None:
     assert warning == f"{node.node_id}: its store none cannot be reached: prompts are computed anew"
 
 
+@pytest.mark.parametrize("has_store", [True, False])
+def test_health_says_what_a_store_complains_of(cluster: RunningRouter, has_store: bool) -> None:
+    node = next(node for node in cluster.nodes if node.role == "decode")
+    node.store_complaint, node.has_store = "it is full", has_store
+    wait_until(lambda: bool(httpx.get(f"{cluster.url}/health").json()["warnings"]), "the heartbeat says so")
+    (warning,) = httpx.get(f"{cluster.url}/health").json()["warnings"]
+    assert warning.startswith(f"{node.node_id}: its store none") and "it is full" in warning
+    assert ("cannot be reached" in warning) is not has_store
+    node.store_complaint, node.has_store = "", True
+    wait_until(lambda: not httpx.get(f"{cluster.url}/health").json()["warnings"], "the heartbeat says so")
+
+
 def test_health_warns_of_a_tier_that_is_away(cluster: RunningRouter) -> None:
     node = next(node for node in cluster.nodes if node.role == "decode")
     node.tier_is_reachable = {"fast": 1, "slow": 0}
