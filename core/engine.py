@@ -23,7 +23,7 @@ from core.kv_cache_manager import KVCacheManager
 from core.request import FinishReason, Request, RequestStage
 from core.sampling_params import SamplingParams
 from core.scheduler import Scheduler
-from core.stats import EngineStats
+from core.stats import MAX_FAULT_CHARS, EngineStats
 from core.step import ModelRunner, StepPlan, StepResult
 from core.step_output import FinishedRequest, StepOutput
 
@@ -286,6 +286,7 @@ class EngineCore:
             store = self._connector.stats()
             self.stats.store_bytes = store.store_bytes
             self.stats.store_is_reachable = store.is_reachable
+            self.stats.store_fault = store.why_unreachable[:MAX_FAULT_CHARS]
             self.stats.store_blocks = store.store_blocks
             self.stats.store_evictions = store.num_evictions
             self.stats.tier_is_reachable = {tier.name: int(tier.is_reachable) for tier in store.tiers}

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 # Bounded, because these come from other processes: see core/wire/messages.
 _Key = Annotated[str, Meta(max_length=64)]
+MAX_FAULT_CHARS = 256
 Counts = Annotated[dict[_Key, int], Meta(max_length=64)]
 Durations = Annotated[dict[_Key, float], Meta(max_length=64)]
 
@@ -63,3 +64,5 @@ class EngineStats:
     tier_is_reachable: Counts = field(default_factory=dict)  # gauge, 0 or 1
     tier_blocks: Counts = field(default_factory=dict)  # gauge
     tier_hit_blocks: Counts = field(default_factory=dict)
+
+    store_fault: Annotated[str, Meta(max_length=MAX_FAULT_CHARS)] = ""  # why the store, or some of its tiers, are away

@@ -128,12 +128,13 @@ class HttpApi:
             return json_response({"status": "unavailable", "reasons": [f"the router is {what}"]}, 503)
         warnings = [] if registry.has_candidate("prefill") else ["no prefill node: decode nodes prefill"]
         for node in registry.connected():
+            why = f" ({node.stats.store_fault})" if node.stats.store_fault else ""
             if not node.stats.store_is_reachable or node.stats.circuit_is_open:
-                what = "fails again and again" if node.stats.store_is_reachable else "cannot be reached"
+                what = "fails again and again" if node.stats.store_is_reachable else f"cannot be reached{why}"
                 warnings.append(f"{node.node_id}: its store {node.connector} {what}: prompts are computed anew")
             lost_tiers = [name for name, is_reachable in node.stats.tier_is_reachable.items() if not is_reachable]
             if lost_tiers and node.stats.store_is_reachable:
-                warnings.append(f"{node.node_id}: its store {node.connector} goes without {', '.join(lost_tiers)} for now")
+                warnings.append(f"{node.node_id}: its store {node.connector} goes without {', '.join(lost_tiers)} for now{why}")
         if registry.has_candidate("decode"):
             return json_response({"status": "ok", "warnings": warnings})
         decode_nodes = [node for node in registry.nodes.values() if node.role == "decode"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from connectors.byte_sizes import with_parsed_sizes
+from connectors.byte_sizes import check_capacity, with_parsed_sizes
 from connectors.coding.block_coding import SLOT_CODECS, CodingOptions
 from connectors.file_lock import has_live_lease, locked_directory
 from connectors.slots.browser import SlotBrowser
@@ -75,6 +75,7 @@ class NvmeOptions:
         if self.sync_interval_s != 0 and not 0.05 <= self.sync_interval_s <= 3600:
             raise ConfigError("connector.options.sync_interval_s", self.sync_interval_s, "0 (never), or 0.05 to 3600")
         check_eviction_policy(self.eviction)
+        check_capacity(self.capacity_bytes)
 
 
 class NvmeConnector(SlotConnector):

@@ -26,6 +26,7 @@ from connectors.slots.store import (
     StoredLayout,
     num_slots_within,
     slot_bytes,
+    warn_of_other_capacity,
 )
 from core.errors import ConfigError, ConnectorError
 
@@ -75,7 +76,7 @@ class StoreDirectory:
         is_alone = not has_live_lease(self.path)
         file, is_new = self._open_index(num_slots, is_alone)
         if file.num_slots != num_slots:
-            logger.info("the store in %s is in use with %d blocks; our %d are ignored", self.path, file.num_slots, num_slots)
+            warn_of_other_capacity(f"the store in {self.path}", file.num_slots * slot_bytes(self.layout), capacity_bytes)
         return self._join(file, is_alone, is_new, open_medium, grow_bytes, eviction)
 
     def open_existing(self, open_medium: Callable[[Segment], SlotMedium], grow_bytes: int) -> SlotStore:

@@ -177,6 +177,11 @@ class TieredConnector(KVConnector):
             num_evictions=sum(stats.num_evictions for stats in found),
             num_errors=sum(stats.num_errors for stats in found),
             is_reachable=any(stats.is_reachable for stats in found),
+            why_unreachable="; ".join(
+                f"{tier.name}: {stats.why_unreachable}"
+                for tier, stats in zip(self._tiers.tiers, found, strict=True)
+                if stats.why_unreachable
+            ),
             num_open_references=len(self._open) + sum(stats.num_open_references for stats in found),
             tiers=tuple(tier.tier_stats(stats) for tier, stats in zip(self._tiers.tiers, found, strict=True)),
         )
@@ -274,7 +279,7 @@ class TieredConnector(KVConnector):
                 try:
                     child = self._open_tier(tier)
                 except ConfigError as error:  # such as no room for a store that was there before
-                    logger.warning("tier %s cannot be opened: %s", tier.name, str(error))
+                    tier.note_unopened(error)
                     continue
                 with self._mutex:
                     if not self._is_closed:
@@ -298,7 +303,7 @@ class TieredConnector(KVConnector):
             child.close()
             raise _renamed(error, tier.name) from error
         except Exception as error:
-            logger.warning("tier %s cannot be opened and is tried again: %s", tier.name, str(error))
+            tier.note_unopened(error)
             child.close()
             return None
         return child

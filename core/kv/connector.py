@@ -99,6 +99,7 @@ class ConnectorStats:
     num_evictions: int = 0
     num_errors: int = 0
     is_reachable: bool = True  # False while the store is known to be away: everything is a miss
+    why_unreachable: str = ""  # in words that anybody may read: no paths, no addresses; "" where only the log says it
     num_open_references: int = 0  # slots being written, pins, leases: 0 when nothing is in flight
     tiers: tuple[TierStats, ...] = ()  # empty for a single store
 

@@ -91,6 +91,7 @@ class FakeNode:
     step_age_s: float = 0.0
     has_store: bool = True
     tier_is_reachable: dict[str, int] = field(default_factory=dict)
+    store_fault: str = ""
     received: list[Generate] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     refusal: str | None = None
@@ -137,6 +138,7 @@ class FakeNode:
                 load = NodeLoad(num_running=len(self._running), step_age_s=self.step_age_s)
                 stats = EngineStats(num_running=len(self._running), num_generation_tokens=self.num_tokens_sent)
                 stats.store_is_reachable = self.has_store
+                stats.store_fault = self.store_fault
                 stats.tier_is_reachable = self.tier_is_reachable
                 heartbeat = Heartbeat(node_id=self.node_id, generation=self.generation, load=load, stats=stats)
                 self._send(socket, heartbeat)
