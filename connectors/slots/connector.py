@@ -248,7 +248,7 @@ class SlotConnector(QueuedConnector):
         bad = [position for position, check in progress.checks.items() if check is not BlockCheck.OK]
         now = sequences_of(index.file, [slots[position] for position in bad], [names[position] for position in bad])
         damaged = {position for position, sequence in zip(bad, now, strict=True) if sequence == sequences[position] != -1}
-        if damaged:  # would block their keys for good
+        if damaged and not store.is_read_only:  # would block their keys for good
             index.forget({slots[position]: sequences[position] for position in damaged})
         index.mirror.drop_stale(slots[position] for position in bad if position not in damaged)
         if self.touches_loaded:
@@ -266,6 +266,8 @@ class SlotConnector(QueuedConnector):
 
     def _save(self, store: SlotStore, transfer: Transfer) -> TransferResult:
         names = transfer.block_hashes
+        if store.is_read_only:
+            return failed(transfer, TransferOutcome.MISS, "the store is on a read-only disk")
         ancestors = self._chains.note_transfer(transfer.request_id, names)
         reservation = store.index.reserve(names, ancestors)
         slots = reservation.new_slots
@@ -358,12 +360,15 @@ class SlotConnector(QueuedConnector):
         if self._store is not None and self._store.is_intact():
             return self._store
         if self._store is not None:
-            logger.error("the %s store was removed or cut and is opened anew", self.name)
+            if self._store.is_read_only:
+                logger.warning("the %s store was only read until now, and is opened anew", self.name)
+            else:
+                logger.error("the %s store was removed or cut and is opened anew", self.name)
             lost, self._store = self._store, None
             with contextlib.suppress(OSError):
                 lost.discard_if_unreadable()
             lost.is_retired = True
-            self._num_errors += 1
+            self._num_errors += not lost.is_read_only
             self._num_past_evictions += lost.index.num_evictions
             self._close_if_unused(lost)
         if self._is_closed or self._clock.now_s() < self._reopen_at_s:
@@ -404,7 +409,7 @@ class SlotConnector(QueuedConnector):
                 if store is None:  # also while nobody asks for anything: whoever watches wants to see that it is back
                     self._workers.request_background(_REOPEN_PAUSE_S)
                     return False
-                while self._pins:
+                while self._pins and not store.is_read_only:
                     names, is_pinned = self._pins[0]
                     (store.index.pin if is_pinned else store.index.unpin)(names)
                     self._pins.popleft()

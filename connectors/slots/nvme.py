@@ -106,9 +106,19 @@ class NvmeConnector(SlotConnector):
     def _open_store(self, layout: SlotLayout) -> SlotStore:
         name = _prefix() + layout.fingerprint.hex()
         place = StoreDirectory(Path(self._options.path), name, layout)
-        with locked_directory(place.root):
-            _remove_other_versions(place.path, layout.fingerprint)
-            store = place.open(self._options.capacity_bytes, _NvmeSegment, _GROW_BYTES, self._options.eviction)
+        try:
+            with locked_directory(place.root):
+                _remove_other_versions(place.path, layout.fingerprint)
+                store = place.open(self._options.capacity_bytes, _NvmeSegment, _GROW_BYTES, self._options.eviction)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            try:
+                store = place.open_read_only(_NvmeSegment)
+            except (OSError, ConnectorError):
+                raise error from None  # there is nothing to read
+            logger.warning("the store in %s is on a read-only disk: nothing is saved until it can be written", place.path)
+            return store
         if isinstance(store.medium, _NvmeSegment) and store.medium.max_run_slots > 1:
             store.index.num_freed_ahead = min(_MAX_FREED_AHEAD, store.index.file.num_slots // 32)
         return store
@@ -154,8 +164,9 @@ class _NvmeSegment(SlotMedium):
         self._path = segment.path
         self._slot_bytes = slot_bytes(segment.layout)
         self.max_run_slots = max(1, PIECE_BYTES // self._slot_bytes)  # of one I/O
-        self._buffered = os.open(segment.path, os.O_RDWR | os.O_CREAT, 0o600)
-        self._direct = _open_direct(segment.path)
+        is_read_only = segment.index_file.is_read_only
+        self._buffered = os.open(segment.path, os.O_RDONLY if is_read_only else os.O_RDWR | os.O_CREAT, 0o600)
+        self._direct = _open_direct(segment.path, os.O_RDONLY if is_read_only else os.O_RDWR)
         self._thread_pages = threading.local()
         self._zeros = memoryview(mmap.mmap(-1, self._slot_bytes))
         if segment.is_alone:  # the only moment at which nobody counts on the segment's length
@@ -249,10 +260,10 @@ def _remove_other_versions(store: Path, fingerprint: bytes) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
-def _open_direct(path: Path) -> int:
+def _open_direct(path: Path, access: int) -> int:
     """A descriptor that bypasses the page cache, or -1 where the file system has no such thing."""
     try:
-        return os.open(path, os.O_RDWR | _O_DIRECT) if _O_DIRECT else -1
+        return os.open(path, access | _O_DIRECT) if _O_DIRECT else -1
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

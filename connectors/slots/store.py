@@ -115,12 +115,18 @@ class SlotStore:
         self.medium = medium
         self._leave = leave
         self.stop_sharing: Callable[[], bool] = lambda: False  # see SlotConnector.stop_sharing; a file outlives its users
+        self.is_read_only_still: Callable[[], bool] = lambda: True  # False once it is to be opened anew, to be written
         self.num_users = 0
         self.is_retired = False
 
     def is_intact(self) -> bool:
         """Whether index and medium can be used. Does not raise."""
-        return self.index.file.is_intact() and self.medium.is_intact()
+        return self.index.file.is_intact() and self.medium.is_intact() and self.is_read_only_still()
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether blocks can only be looked up and loaded."""
+        return self.index.file.is_read_only
 
     def discard_if_unreadable(self) -> None:
         """Remove an index of which the medium has lost pages; joining it again would not help. Raises OSError."""
