@@ -145,14 +145,18 @@ class NvmeConnector(SlotConnector):
             return False
 
     def _sync_for_ever(self) -> None:
+        told = ""
         while not self._is_stopping.wait(self._options.sync_interval_s):
             try:
                 with self._using_store() as store:
-                    if store is not None and isinstance(store.medium, _NvmeSegment):
+                    if store is not None and isinstance(store.medium, _NvmeSegment) and not store.is_read_only:
                         store.medium.sync()
                         store.index.file.sync()
+                        told = ""
             except OSError as error:
-                logger.warning("the %s store cannot be synced: %s", self.name, str(error))
+                if str(error) != told:  # once, not at each attempt
+                    told = str(error)
+                    logger.warning("the %s store cannot be synced: %s", self.name, told)
 
 
 class _NvmeSegment(SlotMedium):
