@@ -10,6 +10,7 @@ from core.errors import ConfigError
 
 _DECIMAL = {unit: 1000**power for power, unit in enumerate(("", "k", "m", "g", "t"))}
 _UNIT_BYTES = {**_DECIMAL, **{f"{unit}i": 1024**power for power, unit in enumerate(_DECIMAL) if unit}}
+MIN_CAPACITY_BYTES, MAX_CAPACITY_BYTES = 4096, 2**50
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 
@@ -26,6 +27,12 @@ def parse_byte_size(field: str, value: object) -> int:
 def with_parsed_sizes(options: Mapping[str, Any], names: tuple[str, ...], prefix: str) -> dict[str, Any]:
     """A copy of a connector's options in which the named sizes, where given, are bytes. Raises ConfigError."""
     return {name: parse_byte_size(f"{prefix}.{name}", value) if name in names else value for name, value in options.items()}
+
+
+def check_capacity(value: int) -> None:
+    """Refuse what cannot be meant, before anything is started; how much a block needs is only known later. Raises ConfigError."""
+    if not MIN_CAPACITY_BYTES <= value <= MAX_CAPACITY_BYTES:
+        raise ConfigError("connector.options.capacity_bytes", value, "4KiB to 1PiB, and room for a block at least")
 
 
 def readable_bytes(num_bytes: int) -> str:

@@ -23,6 +23,7 @@ from connectors.store_browser import (
 )
 from connectors.stored_block import read_block_header
 from core.config import Config
+from deploy.topology import with_default_folder
 
 _PROGRESS_INTERVAL_S = 2.0
 _REMOVED_AT_A_TIME = 1024
@@ -71,7 +72,10 @@ class ImportReport:
 
 
 def open_store(config: Config) -> StoreBrowser:
-    """The store that a configuration names. Raises InvalidInputError or another KVRelayError."""
+    """The store that a configuration names; nvme without a path is where `serve` puts it.
+
+    Raises InvalidInputError or another KVRelayError.
+    """
 
     def read_secret() -> bytes:
         from core.wire.curve import load_keys  # which few stores need
@@ -79,7 +83,8 @@ def open_store(config: Config) -> StoreBrowser:
         keys = load_keys(config.security.keys, "node")
         return keys.derive_secret("connector") if keys is not None else b""
 
-    return open_browser(config.connector.name, config.connector.options, read_secret)
+    connector = with_default_folder(config).connector
+    return open_browser(connector.name, connector.options, read_secret)
 
 
 def entries_of(browser: StoreBrowser, layout_prefix: str) -> Iterator[BlockEntry]:

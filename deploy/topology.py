@@ -11,6 +11,7 @@ import errno
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from connectors.tiered.options import parse_tiered_options
@@ -28,8 +29,20 @@ def with_connector_defaults(config: Config) -> Config:
     shm: a pool named after the port, so that two clusters on one host do not share one. nvme: in the user's cache directory, so
     that the next start finds it again. Tiers get the same.
     """
-    defaults = {"shm": {"name": f"serve-{config.router.port}"}, "nvme": {"path": str(user_cache_dir() / "kv")}}
-    options = defaults.get(config.connector.name, {}) | config.connector.options
+    return _with_defaults(config, {"shm": {"name": f"serve-{config.router.port}"}, "nvme": _default_folder()})
+
+
+def with_default_folder(config: Config) -> Config:
+    """The folder of nvme alone, for `kvrelay cache`, which looks into a store and does not know a cluster's port."""
+    return _with_defaults(config, {"nvme": _default_folder()})
+
+
+def _default_folder() -> dict[str, str]:
+    return {"path": str(user_cache_dir() / "kv")}
+
+
+def _with_defaults(config: Config, defaults: Mapping[str, Mapping[str, str]]) -> Config:
+    options = dict(defaults.get(config.connector.name, {})) | config.connector.options
     if config.connector.name == "tiered":
         by_tier = {tier.name: dict(defaults.get(tier.connector, {})) for tier in parse_tiered_options(options)[1]}
         for name, tier_defaults in by_tier.items():

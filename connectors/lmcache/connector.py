@@ -22,6 +22,7 @@ from connectors.lmcache.options import SERVER, LMCacheOptions, parse_options
 from connectors.lmcache.server_objects import ServerObjects
 from connectors.prefix_chains import PrefixChains
 from connectors.queued_connector import QueuedConnector
+from connectors.transfer_log import TransferLog
 from connectors.transfer_workers import TransferWorkers, failed, refuse_bad_ids
 from core.clock import Clock
 from core.errors import ConfigError, ConnectorError
@@ -62,9 +63,11 @@ class LMCacheConnector(QueuedConnector):
         self._transfers: BlockTransfers | None = None
         self._open_mutex = threading.Lock()  # of the objects until they are there, and the time below
         self._open_at_s = clock.now_s()
+        self._fault = ""  # the last that was logged of opening them
         self._close_mutex = threading.Lock()
         self._error_mutex = threading.Lock()
         self._num_errors = 0
+        self._log = TransferLog(logger, self.name)
         self._is_closed = False
 
     # -- scheduler half ------------------------------------------------------------------------------------------------
@@ -98,7 +101,8 @@ class LMCacheConnector(QueuedConnector):
         except Exception as error:  # whatever LMCache raises: it promises nothing
             if not isinstance(error, TimeoutError) and getattr(error, "errno", None) not in _PASSING_FAULTS:
                 raise ConnectorError(f"LMCache cannot be started with {self._options}: {error!r}") from error
-            logger.error("LMCache cannot be started and is tried again later: %s", str(error))
+            self._fault = str(error)
+            logger.error("LMCache cannot be started and is tried again later: %s", self._fault)
             self._num_errors += 1
         self._transfers = BlockTransfers(pool, self._workers, self._chains, self._known)
         self._workers.start_threads(self._options.num_threads, "kv-lmcache")
@@ -136,7 +140,9 @@ class LMCacheConnector(QueuedConnector):
                     self._objects = self._open_objects(self._layout)
                 except Exception as error:  # whatever LMCache raises: it promises nothing
                     self._open_at_s = self._clock.now_s() + _REOPEN_PAUSE_S
-                    logger.warning("LMCache still cannot be started: %s", str(error))
+                    if str(error) != self._fault:
+                        self._fault = str(error)
+                        logger.warning("LMCache still cannot be started: %s", self._fault)
             return self._objects
 
     def close(self) -> None:
@@ -155,13 +161,16 @@ class LMCacheConnector(QueuedConnector):
         num_open, objects, transfers = self._workers.num_in_flight, self._objects, self._transfers
         num_evictions = 0 if transfers is None else transfers.num_evictions
         if objects is None:
-            return ConnectorStats(num_errors=self._num_errors, num_open_references=num_open, num_evictions=num_evictions)
+            return ConnectorStats(
+                num_errors=self._num_errors, num_open_references=num_open, num_evictions=num_evictions, is_reachable=False
+            )
         return ConnectorStats(
             store_bytes=objects.directory.num_blocks * objects.unit_bytes,
             store_blocks=objects.directory.num_blocks,
             capacity_bytes=objects.capacity_bytes,
             num_evictions=num_evictions,
             num_errors=self._num_errors + objects.num_faults,
+            is_reachable=objects.why_away is None,
             num_open_references=num_open,
         )
 
@@ -169,10 +178,13 @@ class LMCacheConnector(QueuedConnector):
     def _look_around(self) -> bool:
         """Bring what is known up to date, then answer questions that were asked before."""
         objects = self._opened()
-        if objects is None:
+        if objects is None:  # also while nobody asks for anything: whoever watches wants to see that it is back
+            self._workers.request_background(_REOPEN_PAUSE_S)
             return False
         questions = [self._questions.popleft() for _ in range(len(self._questions))]
         self._learn(objects)
+        if objects.why_away is not None:
+            self._workers.request_background(_REOPEN_PAUSE_S)
         self._looked_at_s = self._clock.now_s()
         for request_id, block_hashes, first in questions:
             chain = itertools.islice(block_hashes, first, None)
@@ -199,7 +211,7 @@ class LMCacheConnector(QueuedConnector):
         if result.outcome not in (TransferOutcome.OK, TransferOutcome.MISS, TransferOutcome.CANCELLED):
             with self._error_mutex:
                 self._num_errors += 1
-            logger.warning("%s of %s: %s", transfer.direction.value, transfer.request_id, result.detail)
+            self._log.note(transfer, result)
         return result
 
     def _move(self, transfer: Transfer) -> TransferResult:

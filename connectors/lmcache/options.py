@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from connectors.byte_sizes import with_parsed_sizes
+from connectors.byte_sizes import check_capacity, with_parsed_sizes
 from core.config import options_from_mapping
 from core.errors import ConfigError
 
@@ -37,6 +37,8 @@ class LMCacheOptions:
     namespace: str = "default"
 
     def __post_init__(self) -> None:
+        if self.capacity_bytes:
+            check_capacity(self.capacity_bytes)
         if self.mode not in (IN_PROCESS, SERVER):
             raise ConfigError("connector.options.mode", self.mode, f"{IN_PROCESS} or {SERVER}")
         if self.mode == IN_PROCESS and not self.path:

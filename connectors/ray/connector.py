@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from connectors.byte_sizes import with_parsed_sizes
+from connectors.byte_sizes import check_capacity, with_parsed_sizes
 from connectors.known_blocks import KnownBlocks
 from connectors.prefix_chains import PrefixChains
 from connectors.queued_connector import QueuedConnector
@@ -26,6 +26,7 @@ from connectors.ray.link import RayLink
 from connectors.ray.shared_pool import open_shared
 from connectors.store_link import LinkState
 from connectors.stored_block import BlockCheck
+from connectors.transfer_log import TransferLog
 from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed, refuse_bad_ids
 from core.clock import Clock
 from core.config import options_from_mapping
@@ -72,6 +73,7 @@ class RayOptions:
     lookup_batch_size: int = 512
 
     def __post_init__(self) -> None:
+        check_capacity(self.capacity_bytes)
         for name, pattern, allowed in (
             ("address", _ADDRESS, "HOST:PORT of a running Ray: start one with `ray start --head`, which prints it"),
             ("node_ip", re.compile(r"[0-9A-Fa-f.:]*"), "the IP address of a Ray node on this host, or nothing"),
@@ -81,7 +83,6 @@ class RayOptions:
             if not pattern.fullmatch(getattr(self, name)):
                 raise ConfigError(f"connector.options.{name}", getattr(self, name), allowed)
         for name, low, high in (
-            ("capacity_bytes", 1, 2**50),
             ("object_bytes", 1, 2**30),
             ("linger_s", 0.1, 7 * 24 * 3600),
             ("num_threads", 1, 64),
@@ -110,6 +111,7 @@ class RayConnector(QueuedConnector):
         self._idle_connections: list[DirectoryConnection] = []
         self._pool_descriptor = -1
         self._num_errors = 0
+        self._log = TransferLog(logger, self.name)
         self._is_closed = False
 
     # -- scheduler half ------------------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ class RayConnector(QueuedConnector):
         if result.outcome not in (TransferOutcome.OK, TransferOutcome.MISS, TransferOutcome.CANCELLED):
             with self._mutex:
                 self._num_errors += 1
-            logger.warning("%s of %s: %s", transfer.direction.value, transfer.request_id, result.detail)
+            self._log.note(transfer, result)
         return result
 
     def _move(self, transfer: Transfer) -> TransferResult:

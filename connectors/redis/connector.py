@@ -30,6 +30,7 @@ from connectors.redis.values import BlockValues
 from connectors.store_browser import StoreBrowser
 from connectors.store_link import LinkState
 from connectors.stored_block import BLOCK_HEADER_BYTES, BlockCheck
+from connectors.transfer_log import TransferLog
 from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed, refuse_bad_ids
 from core.clock import Clock
 from core.config import options_from_mapping
@@ -125,6 +126,7 @@ class RedisConnector(QueuedConnector):
         self._mutex = threading.Lock()  # of the three below
         self._idle_lanes: list[RedisLane] = []
         self._num_errors = 0
+        self._log = TransferLog(logger, self.name)
         self._is_closed = False
 
     # -- scheduler half ------------------------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ class RedisConnector(QueuedConnector):
         if result.outcome not in (TransferOutcome.OK, TransferOutcome.MISS, TransferOutcome.CANCELLED):
             with self._mutex:
                 self._num_errors += 1
-            logger.warning("%s of %s: %s", transfer.direction.value, transfer.request_id, result.detail)
+            self._log.note(transfer, result)
         return result
 
     def _load(self, lane: RedisLane, transfer: Transfer, report: LaneReport) -> TransferResult:

@@ -76,6 +76,8 @@ class SlotBrowser(StoreBrowser):
                 self._layout_by_fingerprint[layout.fingerprint] = layout
             except (OSError, ConnectorError) as error:
                 self.problems.append(str(error))
+        if any(store.is_read_only for store in self._store_by_layout.values()):
+            self.why_read_only = self.why_no_pins = "its folder cannot be written"
 
     @property
     def capacity_bytes(self) -> int:

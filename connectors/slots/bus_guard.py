@@ -43,14 +43,15 @@ class _SigAction(ctypes.Structure):
 
 
 class GuardedMapping:
-    """A mapping of a file's first num_bytes bytes, shared and writable. has_lost_pages: some of it is private zeros now.
+    """A mapping of a file's first num_bytes bytes, shared, writable unless is_read_only. has_lost_pages:
+    some of it is private zeros now.
 
     `view` may outlive this object; the mapping ends with the last array on it.
     """
 
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
+    def __init__(self, descriptor: int, num_bytes: int, *, is_read_only: bool = False) -> None:
         """Raises OSError."""
-        self.view = mmap.mmap(descriptor, num_bytes)
+        self.view = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_READ if is_read_only else mmap.ACCESS_WRITE)
         self._region = _Region(int(np.frombuffer(self.view, dtype=np.uint8).ctypes.data), num_bytes)
         if _IS_SUPPORTED:
             _bus_guard.watch(self._region)

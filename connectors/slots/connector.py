@@ -25,6 +25,7 @@ from connectors.slots.coding import SlotCoding
 from connectors.slots.index_mirror import sequences_of
 from connectors.slots.store import SlotLayout, SlotStore, slot_bytes
 from connectors.stored_block import BlockCheck
+from connectors.transfer_log import TransferLog
 from connectors.transfer_workers import TransferWorkers, failed, refuse_bad_ids
 from core.clock import Clock
 from core.errors import ConfigError, ConnectorError
@@ -75,10 +76,13 @@ class SlotConnector(QueuedConnector):
         self._workers = TransferWorkers(self._execute, self._work_ahead, self._notify, clock)
         self._chains = PrefixChains()
         self._close_mutex = threading.Lock()
-        self._mutex = threading.Lock()  # of the five below
+        self._mutex = threading.Lock()  # of the seven below
         self._store: SlotStore | None = None
         self._reopen_at_s = clock.now_s()
         self._num_errors = 0
+        self._why_closed = "not opened yet"
+        self._fault = ""  # the last that was logged of opening the store
+        self._log = TransferLog(logger, self.name)
         self._num_past_evictions = 0
         self._is_closed = False
         self._pins: deque[tuple[tuple[bytes, ...], bool]] = deque(maxlen=_MAX_PINS)  # asked for, not done
@@ -119,8 +123,7 @@ class SlotConnector(QueuedConnector):
         except OSError as error:
             if not self._starts_without_store or error.errno in _CONFIGURATION_FAULTS:
                 raise ConnectorError(f"the {self.name} store cannot be opened: {error}") from error
-            logger.error("the %s store cannot be opened and is tried again later: %s", self.name, str(error))
-            self._num_errors += 1
+            self._note_unopened(error)
         self._workers.start_threads(self._num_threads, f"kv-{self.name}")
         self._workers.request_background()
 
@@ -160,7 +163,11 @@ class SlotConnector(QueuedConnector):
         num_open = self._workers.num_in_flight
         if store is None:
             return ConnectorStats(
-                num_errors=self._num_errors, num_open_references=num_open, num_evictions=self._num_past_evictions
+                num_errors=self._num_errors,
+                num_open_references=num_open,
+                num_evictions=self._num_past_evictions,
+                is_reachable=False,
+                complaint=self._why_closed,
             )
         num_stored, num_bytes = len(store.index.mirror), slot_bytes(self._coding.layout_at_rest)
         return ConnectorStats(
@@ -220,7 +227,7 @@ class SlotConnector(QueuedConnector):
         if result.outcome in (TransferOutcome.ERROR, TransferOutcome.CORRUPT):
             with self._mutex:
                 self._num_errors += 1
-            logger.warning("%s of %s: %s", transfer.direction.value, transfer.request_id, result.detail)
+            self._log.note(transfer, result)
         return result
 
     def _load(self, store: SlotStore, transfer: Transfer) -> TransferResult:
@@ -241,7 +248,7 @@ class SlotConnector(QueuedConnector):
         bad = [position for position, check in progress.checks.items() if check is not BlockCheck.OK]
         now = sequences_of(index.file, [slots[position] for position in bad], [names[position] for position in bad])
         damaged = {position for position, sequence in zip(bad, now, strict=True) if sequence == sequences[position] != -1}
-        if damaged:  # would block their keys for good
+        if damaged and not store.is_read_only:  # would block their keys for good
             index.forget({slots[position]: sequences[position] for position in damaged})
         index.mirror.drop_stale(slots[position] for position in bad if position not in damaged)
         if self.touches_loaded:
@@ -259,6 +266,8 @@ class SlotConnector(QueuedConnector):
 
     def _save(self, store: SlotStore, transfer: Transfer) -> TransferResult:
         names = transfer.block_hashes
+        if store.is_read_only:
+            return failed(transfer, TransferOutcome.MISS, "the store is on a read-only disk")
         ancestors = self._chains.note_transfer(transfer.request_id, names)
         reservation = store.index.reserve(names, ancestors)
         slots = reservation.new_slots
@@ -351,12 +360,15 @@ class SlotConnector(QueuedConnector):
         if self._store is not None and self._store.is_intact():
             return self._store
         if self._store is not None:
-            logger.error("the %s store was removed or cut and is opened anew", self.name)
+            if self._store.is_read_only:
+                logger.warning("the %s store was only read until now, and is opened anew", self.name)
+            else:
+                logger.error("the %s store was removed or cut and is opened anew", self.name)
             lost, self._store = self._store, None
             with contextlib.suppress(OSError):
                 lost.discard_if_unreadable()
             lost.is_retired = True
-            self._num_errors += 1
+            self._num_errors += not lost.is_read_only
             self._num_past_evictions += lost.index.num_evictions
             self._close_if_unused(lost)
         if self._is_closed or self._clock.now_s() < self._reopen_at_s:
@@ -364,15 +376,26 @@ class SlotConnector(QueuedConnector):
         try:
             self._store = self._open_store(self._coding.layout_at_rest)
             self._workers.request_background()
+            if self._fault:
+                logger.warning("the %s store is open again", self.name)
+                self._fault = ""
         except (OSError, ConnectorError, ConfigError) as error:  # the last: no longer is there room for the capacity
-            self._num_errors += 1
             self._reopen_at_s = self._clock.now_s() + _REOPEN_PAUSE_S
-            logger.warning("the %s store cannot be opened: %s", self.name, str(error))
+            self._note_unopened(error)
         if self._is_closed and self._store is not None:  # closed meanwhile, by somebody who did not want to wait
             opened, self._store = self._store, None
             opened.is_retired = True
             self._close_if_unused(opened)
         return self._store
+
+    def _note_unopened(self, error: Exception) -> None:
+        """Log a fault once, not at each attempt."""
+        self._num_errors += 1
+        reason = error.strerror if isinstance(error, OSError) else None  # which names no path, unlike str(error)
+        self._why_closed = f"it cannot be opened: {reason or 'see the log of the node'}"
+        if str(error) != self._fault:
+            self._fault = str(error)
+            logger.error("the %s store cannot be opened and is tried again: %s", self.name, str(error))
 
     def _close_if_unused(self, store: SlotStore) -> None:
         if store.is_retired and store.num_users == 0:
@@ -383,9 +406,10 @@ class SlotConnector(QueuedConnector):
         """Idle work: reopen a lost store, catch up with changes, allocate and touch what comes next."""
         try:
             with self._using_store() as store:
-                if store is None:
+                if store is None:  # also while nobody asks for anything: whoever watches wants to see that it is back
+                    self._workers.request_background(_REOPEN_PAUSE_S)
                     return False
-                while self._pins:
+                while self._pins and not store.is_read_only:
                     names, is_pinned = self._pins[0]
                     (store.index.pin if is_pinned else store.index.unpin)(names)
                     self._pins.popleft()

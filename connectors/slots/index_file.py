@@ -93,6 +93,8 @@ class IndexFile:
     the file may be damaged. Where it is cut, reads find zeros and is_intact() is False from then on.
     """
 
+    is_read_only = False  # see connectors/slots/read_only_index.py
+
     num_ready_slots = _HeaderWord(5)  # slots whose place on the medium is allocated: only these are handed out
     change_counter = _HeaderWord(6)  # sequence number of the newest change
     tick = _HeaderWord(7)  # the newest LAST_USE
@@ -103,12 +105,12 @@ class IndexFile:
     def __init__(self, path: Path, layout_fingerprint: bytes, slot_bytes: int) -> None:
         """Map an existing file. Raises ConnectorError where it is of another kind or cut, OSError where it cannot be read."""
         self.path = path
-        self._descriptor = os.open(path, os.O_RDWR)
+        self._descriptor = os.open(path, os.O_RDONLY if self.is_read_only else os.O_RDWR)
         try:
             found = os.fstat(self._descriptor)
             if found.st_size <= _RECORDS_OFFSET:
                 raise ConnectorError(f"{path} is cut: {found.st_size} bytes")
-            self._mapping = GuardedMapping(self._descriptor, found.st_size)
+            self._mapping = GuardedMapping(self._descriptor, found.st_size, is_read_only=self.is_read_only)
             mapping = self._mapping.view
             self.header: Words = np.frombuffer(mapping, dtype=np.uint64, count=_HEADER_BYTES // 8)
             expected = _new_header(layout_fingerprint, 0, slot_bytes)

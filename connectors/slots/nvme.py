@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from connectors.byte_sizes import with_parsed_sizes
+from connectors.byte_sizes import check_capacity, with_parsed_sizes
 from connectors.coding.block_coding import SLOT_CODECS, CodingOptions
 from connectors.file_lock import has_live_lease, locked_directory
 from connectors.slots.browser import SlotBrowser
@@ -75,6 +75,7 @@ class NvmeOptions:
         if self.sync_interval_s != 0 and not 0.05 <= self.sync_interval_s <= 3600:
             raise ConfigError("connector.options.sync_interval_s", self.sync_interval_s, "0 (never), or 0.05 to 3600")
         check_eviction_policy(self.eviction)
+        check_capacity(self.capacity_bytes)
 
 
 class NvmeConnector(SlotConnector):
@@ -105,9 +106,19 @@ class NvmeConnector(SlotConnector):
     def _open_store(self, layout: SlotLayout) -> SlotStore:
         name = _prefix() + layout.fingerprint.hex()
         place = StoreDirectory(Path(self._options.path), name, layout)
-        with locked_directory(place.root):
-            _remove_other_versions(place.path, layout.fingerprint)
-            store = place.open(self._options.capacity_bytes, _NvmeSegment, _GROW_BYTES, self._options.eviction)
+        try:
+            with locked_directory(place.root):
+                _remove_other_versions(place.path, layout.fingerprint)
+                store = place.open(self._options.capacity_bytes, _NvmeSegment, _GROW_BYTES, self._options.eviction)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            try:
+                store = place.open_read_only(_NvmeSegment)
+            except (OSError, ConnectorError):
+                raise error from None  # there is nothing to read
+            logger.warning("the store in %s is on a read-only disk: nothing is saved until it can be written", place.path)
+            return store
         if isinstance(store.medium, _NvmeSegment) and store.medium.max_run_slots > 1:
             store.index.num_freed_ahead = min(_MAX_FREED_AHEAD, store.index.file.num_slots // 32)
         return store
@@ -134,14 +145,18 @@ class NvmeConnector(SlotConnector):
             return False
 
     def _sync_for_ever(self) -> None:
+        told = ""
         while not self._is_stopping.wait(self._options.sync_interval_s):
             try:
                 with self._using_store() as store:
-                    if store is not None and isinstance(store.medium, _NvmeSegment):
+                    if store is not None and isinstance(store.medium, _NvmeSegment) and not store.is_read_only:
                         store.medium.sync()
                         store.index.file.sync()
+                        told = ""
             except OSError as error:
-                logger.warning("the %s store cannot be synced: %s", self.name, str(error))
+                if str(error) != told:  # once, not at each attempt
+                    told = str(error)
+                    logger.warning("the %s store cannot be synced: %s", self.name, told)
 
 
 class _NvmeSegment(SlotMedium):
@@ -153,8 +168,9 @@ class _NvmeSegment(SlotMedium):
         self._path = segment.path
         self._slot_bytes = slot_bytes(segment.layout)
         self.max_run_slots = max(1, PIECE_BYTES // self._slot_bytes)  # of one I/O
-        self._buffered = os.open(segment.path, os.O_RDWR | os.O_CREAT, 0o600)
-        self._direct = _open_direct(segment.path)
+        is_read_only = segment.index_file.is_read_only
+        self._buffered = os.open(segment.path, os.O_RDONLY if is_read_only else os.O_RDWR | os.O_CREAT, 0o600)
+        self._direct = _open_direct(segment.path, os.O_RDONLY if is_read_only else os.O_RDWR)
         self._thread_pages = threading.local()
         self._zeros = memoryview(mmap.mmap(-1, self._slot_bytes))
         if segment.is_alone:  # the only moment at which nobody counts on the segment's length
@@ -248,10 +264,10 @@ def _remove_other_versions(store: Path, fingerprint: bytes) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
-def _open_direct(path: Path) -> int:
+def _open_direct(path: Path, access: int) -> int:
     """A descriptor that bypasses the page cache, or -1 where the file system has no such thing."""
     try:
-        return os.open(path, os.O_RDWR | _O_DIRECT) if _O_DIRECT else -1
+        return os.open(path, access | _O_DIRECT) if _O_DIRECT else -1
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from connectors.byte_sizes import readable_bytes, with_parsed_sizes
+from connectors.byte_sizes import check_capacity, readable_bytes, with_parsed_sizes
 from connectors.coding.block_coding import SLOT_CODECS, CodingOptions
 from connectors.slots.available_memory import available_bytes
 from connectors.slots.browser import SlotBrowser
@@ -26,7 +26,7 @@ from connectors.slots.index import SlotIndex, take_lease_number
 from connectors.slots.index_file import FORMAT_VERSION
 from connectors.slots.memory_pool import MemoryIndexFile, MemoryLease, MemoryMedium, PoolDescriptors, is_memory_lease_alive
 from connectors.slots.pool_members import PoolMember, find_pool, has_members, joining, pools_with_members
-from connectors.slots.store import SlotLayout, SlotStore, StoredLayout, num_slots_within, slot_bytes
+from connectors.slots.store import SlotLayout, SlotStore, StoredLayout, num_slots_within, slot_bytes, warn_of_other_capacity
 from connectors.store_browser import StoreBrowser
 from core.clock import Clock
 from core.config import options_from_mapping
@@ -58,6 +58,7 @@ class ShmOptions:
         if not 1 <= self.num_threads <= 16:
             raise ConfigError("connector.options.num_threads", self.num_threads, "1 to 16")
         check_eviction_policy(self.eviction)
+        check_capacity(self.capacity_bytes)
 
 
 class ShmConnector(SlotConnector):
@@ -113,7 +114,11 @@ class MemoryPools:
             found = find_pool(pool, 2)
             if found:
                 try:
-                    return _open_pool(pool, PoolDescriptors(*found), layout, self.eviction)
+                    store = _open_pool(pool, PoolDescriptors(*found), layout, self.eviction)
+                    if create and store.index.file.num_slots != num_slots_within(self.capacity_bytes, layout):
+                        found_bytes = store.index.file.num_slots * slot_bytes(layout)
+                        warn_of_other_capacity(f"the pool {self.name}", found_bytes, self.capacity_bytes)
+                    return store
                 except ConnectorError as error:
                     logger.warning("the pool %s is given up for a new one: %s", pool, str(error))
             if not create:

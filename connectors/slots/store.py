@@ -5,14 +5,18 @@ A slot is one header page and the block's stride, so that direct I/O can move bo
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from connectors.byte_sizes import readable_bytes
 from connectors.slots.index import SlotIndex
 from connectors.slots.index_file import RECORD_BYTES, index_bytes
 from core.kv.layout import PAGE_BYTES
+
+logger = logging.getLogger(__name__)
 
 HEADER_PAGE_BYTES = PAGE_BYTES
 PIECE_BYTES = 3 * 1024 * 1024  # of one I/O: larger ones gain nothing (measured)
@@ -55,6 +59,17 @@ def slot_bytes(layout: SlotLayout) -> int:
 def num_slots_within(capacity_bytes: int, layout: SlotLayout) -> int:
     """How many slots, with their index, fit into a capacity; 0 when none does."""
     return max(0, (capacity_bytes - index_bytes(0)) // (slot_bytes(layout) + RECORD_BYTES))
+
+
+def warn_of_other_capacity(store: str, found_bytes: int, wanted_bytes: int) -> None:
+    """Said by who joins a store in use, whose capacity stays as it is."""
+    logger.warning(
+        "%s is in use and keeps its %s of blocks: our capacity_bytes of %s is ignored. Give all engines that share a store the"
+        " same, or this one a store of its own",
+        store,
+        readable_bytes(found_bytes),
+        readable_bytes(wanted_bytes),
+    )
 
 
 class SlotMedium(ABC):
@@ -100,12 +115,18 @@ class SlotStore:
         self.medium = medium
         self._leave = leave
         self.stop_sharing: Callable[[], bool] = lambda: False  # see SlotConnector.stop_sharing; a file outlives its users
+        self.is_read_only_still: Callable[[], bool] = lambda: True  # False once it is to be opened anew, to be written
         self.num_users = 0
         self.is_retired = False
 
     def is_intact(self) -> bool:
         """Whether index and medium can be used. Does not raise."""
-        return self.index.file.is_intact() and self.medium.is_intact()
+        return self.index.file.is_intact() and self.medium.is_intact() and self.is_read_only_still()
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether blocks can only be looked up and loaded."""
+        return self.index.file.is_read_only
 
     def discard_if_unreadable(self) -> None:
         """Remove an index of which the medium has lost pages; joining it again would not help. Raises OSError."""

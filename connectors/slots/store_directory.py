@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import logging
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from pathlib import Path
 from connectors.file_lock import Lease, has_live_lease, is_lease_alive, locked_directory
 from connectors.slots.index import SlotIndex, take_lease_number
 from connectors.slots.index_file import IndexFile, create_index_file, read_index_identity, resize_index_file
+from connectors.slots.read_only_index import ReadOnlyIndexFile, ReadOnlySlotIndex
 from connectors.slots.store import (
     HEADER_PAGE_BYTES,
     SlotLayout,
@@ -26,6 +29,7 @@ from connectors.slots.store import (
     StoredLayout,
     num_slots_within,
     slot_bytes,
+    warn_of_other_capacity,
 )
 from core.errors import ConfigError, ConnectorError
 
@@ -75,7 +79,7 @@ class StoreDirectory:
         is_alone = not has_live_lease(self.path)
         file, is_new = self._open_index(num_slots, is_alone)
         if file.num_slots != num_slots:
-            logger.info("the store in %s is in use with %d blocks; our %d are ignored", self.path, file.num_slots, num_slots)
+            warn_of_other_capacity(f"the store in {self.path}", file.num_slots * slot_bytes(self.layout), capacity_bytes)
         return self._join(file, is_alone, is_new, open_medium, grow_bytes, eviction)
 
     def open_existing(self, open_medium: Callable[[Segment], SlotMedium], grow_bytes: int) -> SlotStore:
@@ -89,6 +93,23 @@ class StoreDirectory:
             file.close()
             raise ConnectorError(f"{self.path / _INDEX_NAME} has words in its header that no writer leaves")
         return self._join(file, is_alone, False, open_medium, grow_bytes, "lru")
+
+    def open_read_only(self, open_medium: Callable[[Segment], SlotMedium]) -> SlotStore:
+        """The store as it is, where nothing can be written: without a lock and without a lease.
+
+        It is not intact any more once its folder can be written. Raises as open_existing does.
+        """
+        file = ReadOnlyIndexFile(self.path / _INDEX_NAME, self.layout.fingerprint, slot_bytes(self.layout))
+        try:
+            if not file.is_sane():
+                raise ConnectorError(f"{self.path / _INDEX_NAME} has words in its header that no writer leaves")
+            medium = open_medium(Segment(self.path / _SEGMENT_NAME, file, self.layout, is_alone=False, is_new=False))
+            store = SlotStore(ReadOnlySlotIndex(file), medium, lambda: None)
+        except BaseException:
+            file.close()
+            raise
+        store.is_read_only_still = lambda: not os.access(self.path, os.W_OK)
+        return store
 
     def _join(
         self,
@@ -184,7 +205,12 @@ class StoreRoot:
     def open(self, layout: SlotLayout, *, create: bool) -> SlotStore:
         """Join a store that is there, or with `create` also make it. Raises OSError, ConnectorError or ConfigError."""
         place = StoreDirectory(self.root, f"{self.prefix}{layout.fingerprint.hex()}", layout)
-        with locked_directory(self.root):
-            if create and not (place.path / _INDEX_NAME).exists():
-                return place.open(self.capacity_bytes, self.open_medium, self.grow_bytes)
-            return place.open_existing(self.open_medium, self.grow_bytes)
+        try:
+            with locked_directory(self.root):
+                if create and not (place.path / _INDEX_NAME).exists():
+                    return place.open(self.capacity_bytes, self.open_medium, self.grow_bytes)
+                return place.open_existing(self.open_medium, self.grow_bytes)
+        except OSError as error:
+            if create or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            return place.open_read_only(self.open_medium)

@@ -26,6 +26,7 @@ from connectors.tcp.options import TcpOptions, advertised_address, read_secret, 
 from connectors.tcp.pull import Pull, PullReport
 from connectors.tcp.server import BlockServer
 from connectors.tcp.source import Source
+from connectors.transfer_log import TransferLog
 from connectors.transfer_workers import CLOSE_TIMEOUT_S, TransferWorkers, failed, refuse_bad_ids
 from core.addresses import is_loopback
 from core.clock import Clock
@@ -66,6 +67,7 @@ class TcpConnector(QueuedConnector):
         self._peers: tuple[Source, ...] = ()
         self._ended_sources: list[Source] = []
         self._num_errors = 0
+        self._log = TransferLog(logger, self.name)
         self._is_closed = False
 
     # -- scheduler half ------------------------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ class TcpConnector(QueuedConnector):
             finally:
                 self._inquiries.end_load(transfer.request_id)
         if result.outcome in (TransferOutcome.CORRUPT, TransferOutcome.ERROR, TransferOutcome.TIMEOUT):
-            self._note_error(f"{transfer.direction.value} of {transfer.request_id}: {result.detail}")
+            self._note_error(transfer, result.outcome, result.detail)
         return result
 
     def _save(self, transfer: Transfer) -> TransferResult:
@@ -278,7 +280,7 @@ class TcpConnector(QueuedConnector):
             outcome, detail = TransferOutcome.MISS, "no source has it"
             if report.error is not None:
                 detail = f"a source failed: {report.error}"
-                self._note_error(f"load of {transfer.request_id}: {detail}")
+                self._note_error(transfer, outcome, detail)
         return TransferResult(transfer.transfer_id, num_ok, outcome, moved_bytes, detail)
 
     def _read_own(
@@ -299,10 +301,10 @@ class TcpConnector(QueuedConnector):
         size = max(1, _JOB_BYTES // self._memory.layout.block_bytes)
         return [positions[start : start + size] for start in range(0, len(positions), size)]
 
-    def _note_error(self, text: str) -> None:
+    def _note_error(self, transfer: Transfer, outcome: TransferOutcome, detail: str) -> None:
         with self._mutex:
             self._num_errors += 1
-        logger.warning("tcp: %s", text)
+        self._log.warn(transfer, outcome, detail)
 
 
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from connectors.byte_sizes import with_parsed_sizes
+from connectors.byte_sizes import check_capacity, with_parsed_sizes
 from core.addresses import host_of
 from core.config import options_from_mapping
 from core.errors import ConfigError
@@ -46,6 +46,7 @@ class TcpOptions:
     max_connections: int = 256
 
     def __post_init__(self) -> None:
+        check_capacity(self.capacity_bytes)
         for name, low, high in (
             ("port", 0, 65535),
             ("num_streams", 1, 64),

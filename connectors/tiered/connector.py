@@ -277,7 +277,7 @@ class TieredConnector(KVConnector):
                 try:
                     child = self._open_tier(tier)
                 except ConfigError as error:  # such as no room for a store that was there before
-                    logger.warning("tier %s cannot be opened: %s", tier.name, str(error))
+                    tier.note_unopened(error)
                     continue
                 with self._mutex:
                     if not self._is_closed:
@@ -301,7 +301,7 @@ class TieredConnector(KVConnector):
             child.close()
             raise _renamed(error, tier.name) from error
         except Exception as error:
-            logger.warning("tier %s cannot be opened and is tried again: %s", tier.name, str(error))
+            tier.note_unopened(error)
             child.close()
             return None
         return child

@@ -54,6 +54,7 @@ class Tier:
         self._lookup_wait_s = lookup_wait_s
         self._moves = CircuitBreaker()
         self._answers = CircuitBreaker()
+        self._fault = ""  # the last that was logged of opening it
         self._in_flight: dict[int, _InFlight] = {}
         self._num_hung = 0
         self._waiting_until_s: dict[str, float] = {}  # by request, whose answer is not known yet
@@ -168,6 +169,12 @@ class Tier:
         """What an operator should see of it; stats: the child's."""
         is_reachable = stats.is_reachable and self.is_usable(self._clock.now_s())
         return TierStats(self.name, is_reachable, stats.store_blocks, self.num_hit_blocks)
+
+    def note_unopened(self, error: Exception) -> None:
+        """It could not be opened: log a fault once, not at each attempt."""
+        if str(error) != self._fault:
+            self._fault = str(error)
+            logger.warning("tier %s cannot be opened and is tried again: %s", self.name, self._fault)
 
     def _record_exception(self, call: str, error: Exception) -> None:
         logger.warning("tier %s failed in %s: %r", self.name, call, error)

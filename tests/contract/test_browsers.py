@@ -207,7 +207,7 @@ def test_export_to_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, ca
         (["prune", "--older-than", "soon"], "--older-than: got 'soon'; allowed: a number with a unit"),
         (["prune", "--to-size", "much"], "--to-size: got 'much'"),
         (["import", "/nowhere/blocks"], "FILE: got '/nowhere/blocks'; allowed: a readable export"),
-        (["stat", "--connector-option", "pfad=x"], "connector.options.path"),
+        (["stat", "--connector-option", "pfad=x"], "connector.options.pfad: got 'x'; allowed: one of the options"),
     ],
 )
 def test_cache_command_mistakes_are_one_line(

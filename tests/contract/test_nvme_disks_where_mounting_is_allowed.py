@@ -139,6 +139,20 @@ def test_disk_read_only_at_start_costs_misses_and_is_used_when_it_can_be_written
     wait_used(node, 2)
 
 
+def test_store_on_a_read_only_disk_is_read_and_written_again_when_it_can_be(disks: Any, open_node: OpenNode) -> None:
+    disk = disks("disk")
+    writer = open_node(disk)
+    wait_used(writer, 1)
+    writer.save(chain(1, 8))
+    writer.connector.close()
+    disk.remount("ro")
+    node = open_node(disk)
+    assert node.lookup(chain(1, 8)) == 8 and node.load(chain(1, 8)).num_blocks_ok == 8
+    assert node.save(chain(3, 8)).outcome is TransferOutcome.MISS
+    disk.remount("rw")
+    wait_used(node, 4)
+
+
 def test_disk_that_comes_after_the_start_is_used_in_place_of_what_was_under_it(disks: Any, open_node: OpenNode) -> None:
     disk = disks("disk")
     disk.unmount()

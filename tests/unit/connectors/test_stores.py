@@ -239,3 +239,37 @@ def test_nvme_path_that_is_a_file_is_refused_at_start(tmp_path: Path) -> None:
 def test_nvme_without_path_is_refused() -> None:
     with pytest.raises(ConfigError, match="path"):
         create_connector("nvme", {}, SteppedClock())
+
+
+@pytest.mark.parametrize("connector", ["shm", "nvme"])
+def test_joining_a_store_of_another_capacity_warns_with_both(
+    open_node: Opener, caplog: pytest.LogCaptureFixture, connector: str
+) -> None:
+    open_node(connector, capacity_bytes=8 * MIB)
+    open_node(connector, capacity_bytes=8 * MIB)
+    assert not caplog.records
+    open_node(connector, capacity_bytes=64 * MIB)
+    (line,) = [record.message for record in caplog.records]
+    assert "keeps its 7." in line and "our capacity_bytes of 64.0 MiB is ignored" in line
+
+
+def test_nvme_that_cannot_be_opened_is_unreachable_until_it_can_without_any_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = SteppedClock()
+    (tmp_path / "kv").touch()
+    node = Node(create_connector("nvme", {"path": str(tmp_path / "kv"), "capacity_bytes": MIB}, clock), clock, LAYOUT)
+    try:
+        assert not node.stats().is_reachable
+        assert node.stats().complaint == "it cannot be opened: File exists"
+        for _ in range(5):
+            clock.offset_s += 2.0
+            assert node.save(chain(1, 2)).outcome is TransferOutcome.ERROR
+        told = [record.message for record in caplog.records]
+        assert sum("cannot be opened and is tried again" in line for line in told) == 1
+        (tmp_path / "kv").unlink()
+        clock.offset_s += 2.0
+        wait_until(lambda: node.stats().is_reachable)
+        assert node.save(chain(1, 2)).outcome is TransferOutcome.OK
+    finally:
+        node.connector.close()

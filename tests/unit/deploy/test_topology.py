@@ -17,9 +17,18 @@ from core.config import (
     NodeOptions,
     RouterOptions,
     SecurityOptions,
+    user_cache_dir,
 )
 from core.errors import ConfigError
-from deploy.topology import child_specs, choose_ports, connect_host, effective_config, join_host_port, with_connector_defaults
+from deploy.topology import (
+    child_specs,
+    choose_ports,
+    connect_host,
+    effective_config,
+    join_host_port,
+    with_connector_defaults,
+    with_default_folder,
+)
 
 MODEL_FOLDER = Path("/models/converted-1a2b")
 
@@ -154,3 +163,14 @@ def test_connector_defaults_tiers_get_those_of_their_stores(monkeypatch: pytest.
         "redis": {},
         "write": "back",
     }
+
+
+def test_default_folder_of_cache_is_that_of_serve_in_tiers_too() -> None:
+    for connector in (ConnectorOptions(name="nvme"), ConnectorOptions(name="tiered", options={"tiers": "shm,nvme"})):
+        of_serve, of_cache = (
+            with_connector_defaults(Config(connector=connector)),
+            with_default_folder(Config(connector=connector)),
+        )
+        options = [config.connector.options for config in (of_serve, of_cache)]
+        where = [found["path"] if connector.name == "nvme" else found["nvme"]["path"] for found in options]
+        assert where[0] == where[1] == str(user_cache_dir() / "kv")

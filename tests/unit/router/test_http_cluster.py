@@ -28,10 +28,11 @@ def _statuses(cluster: RunningRouter) -> dict[str, str]:
 
 def test_health_warns_of_a_store_that_is_away(cluster: RunningRouter) -> None:
     node = next(node for node in cluster.nodes if node.role == "decode")
-    node.has_store = False
+    node.has_store, node.store_complaint = False, "it cannot be opened: File exists"
     wait_until(lambda: bool(httpx.get(f"{cluster.url}/health").json()["warnings"]), "the heartbeat says so")
     (warning,) = httpx.get(f"{cluster.url}/health").json()["warnings"]
-    assert warning == f"{node.node_id}: its store none cannot be reached: prompts are computed anew"
+    why = "it cannot be opened: File exists"
+    assert warning == f"{node.node_id}: its store none cannot be reached ({why}): prompts are computed anew"
 
 
 @pytest.mark.parametrize("has_store", [True, False])
