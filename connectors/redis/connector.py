@@ -329,7 +329,10 @@ def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
 def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
     """All layouts in the namespace. Raises ConfigError or ConnectorError."""
     parsed = _parse(options)
-    return RedisBrowser(_server_of(parsed), parsed.namespace, parsed.expiry_s)
+    cipher = CodingOptions(encryption_key_file=parsed.encryption_key_file).load_cipher()
+    browser = RedisBrowser(_server_of(parsed), parsed.namespace, parsed.expiry_s)
+    browser.cipher = cipher
+    return browser
 
 
 def _server_of(options: RedisOptions) -> RedisServer:
