@@ -91,6 +91,7 @@ class FakeNode:
     step_age_s: float = 0.0
     has_store: bool = True
     tier_is_reachable: dict[str, int] = field(default_factory=dict)
+    connector: str = "none"
     received: list[Generate] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     refusal: str | None = None
@@ -157,7 +158,7 @@ class FakeNode:
             model=self.model,
             max_num_seqs=8,
             num_blocks=64,
-            connector="none",
+            connector=self.connector,
             registration_index=self._registration_index,
         )
         self._numbers = MessageNumbers(self._registration_index)
