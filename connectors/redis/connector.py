@@ -220,6 +220,9 @@ class RedisConnector(QueuedConnector):
         self._known.add(names[:num_ok], epoch)
         self._known.remove(names[position] for position, check in report.checks.items() if check is not BlockCheck.OK)
         damaged = [names[position] for position, check in report.checks.items() if check not in (BlockCheck.OK, None)]
+        if report.checks.get(num_ok) is BlockCheck.UNREADABLE:  # so are those behind it, which a save would take for stored
+            damaged = list(names[num_ok:num_stored])
+            self._known.remove(damaged)
         if damaged and report.error is None:  # would block their keys until they expire
             with self._reporting(lane, LaneReport()):
                 lane.delete(damaged)
