@@ -187,7 +187,7 @@ def _prune(argv: list[str]) -> int:
     parser.add_argument("--older-than", metavar="AGE", help="not used for so long: 90s, 30m, 12h, 7d")
     parser.add_argument("--to-size", metavar="SIZE", help="until the rest is no larger: 10GiB")
     parser.add_argument("--all", action="store_true", help="everything, pinned blocks, too")
-    parser.add_argument("--yes", action="store_true", help="do it; without, only say what would be done")
+    parser.add_argument("--yes", action="store_true", help="do it; without, only say what would be done (exit code 0)")
     arguments = parser.parse_args(argv)
     if sum((arguments.older_than is not None, arguments.to_size is not None, arguments.all)) != 1:
         given = [flag for flag in ("--older-than", "--to-size", "--all") if vars(arguments)[flag[2:].replace("-", "_")]]

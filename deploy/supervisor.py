@@ -17,7 +17,7 @@ from core.errors import KVRelayError
 from deploy.child_process import ChildProcess, ChildSpec, OutputPrinter
 
 POLL_INTERVAL_S = 0.1
-NUM_RESTARTS_AT_ONCE = 3  # requests wait for a node only so long (router.node_wait_s)
+NUM_RESTARTS_AT_ONCE = 3  # with the starts themselves within what requests wait for a node (router.node_wait_s)
 FIRST_RESTART_DELAY_S = 1.0
 MAX_RESTART_DELAY_S = 30.0
 MIN_LIFETIME_S = 2.0  # whatever its exit code: what ends sooner is broken
