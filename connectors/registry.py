@@ -63,7 +63,8 @@ def open_browser(name: str, options: Mapping[str, Any], read_secret: Callable[[]
     open_one = getattr(module, "open_browser", None)
     if open_one is None:
         allowed = "a connector whose store can be looked into: lmcache, nvme, ray, redis, shm, tcp, tiered, or one of your own"
-        raise ConfigError("connector.name", name, allowed)
+        why = "" if name in BUILT_IN_CONNECTORS else f"; {name} is installed, and its module {module.__name__} has none"
+        raise ConfigError("connector.name", name, f"{allowed} with open_browser(options) beside create_connector{why}")
     takes_secret = "read_secret" in inspect.signature(open_one).parameters
     browser: StoreBrowser = open_one(options, read_secret=read_secret) if takes_secret else open_one(options)
     return browser

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from connectors.coding.block_coding import Cipher
 from connectors.stored_block import read_block_header
 from core.errors import ConnectorError
 
@@ -67,9 +68,11 @@ class StoreBrowser(ABC):
     """A store that somebody looks into, with or without engines that use it at the same time.
 
     One thread. Every method may raise ConnectorError for a medium that fails. Engines never wait long for a browser: it works
-    in batches. problems: parts of the store that could not be opened, in words.
+    in batches. All in words: problems, parts of the store that could not be looked at; missing, parts that nobody has made yet,
+    as a write would; notes, what else is worth knowing.
 
     why_read_only: why nothing can be written or removed ("": it can). why_no_pins: why no block can be kept from eviction.
+    cipher: of the key that the options name, if they do.
     """
 
     why_read_only = ""
@@ -77,6 +80,22 @@ class StoreBrowser(ABC):
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self.missing: list[str] = []
+        self.notes: list[str] = []
+        self.cipher: Cipher | None = None
+
+    def cipher_for(self, entry: BlockEntry) -> Cipher | None:
+        """What decrypts this block, if it is encrypted with the key that the options name."""
+        return self.cipher
+
+    @property
+    def capacity_by_tier(self) -> Mapping[str, int]:
+        """Of the tiers, by name, where the store has such; 0: no limit, or not known."""
+        return {}
+
+    def tier_of(self, entry: BlockEntry) -> str:
+        """The name of the tier that listed it, where the store has tiers."""
+        return ""
 
     @property
     @abstractmethod

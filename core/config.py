@@ -147,7 +147,7 @@ class RouterOptions:
     send_timeout_s: float = 60.0
     request_timeout_s: float = 600.0
     prefill_timeout_s: float = 120.0
-    node_wait_s: float = 10.0
+    node_wait_s: float = 20.0
     heartbeat_interval_s: float = 0.5
     heartbeat_timeout_s: float = 5.0
     max_attempts: int = 4

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from connectors.block_stream import BlockStreamError, BlockStreamWriter, read_block_stream
 from connectors.byte_sizes import readable_bytes
-from connectors.coding.block_coding import decoded_in_full
+from connectors.coding.block_coding import Encryption, decoded_in_full, judge_encryption
 from connectors.registry import open_browser
 from connectors.store_browser import (
     BATCH_BYTES,
@@ -50,10 +50,14 @@ class Progress:
 
 @dataclass(slots=True)
 class ReadReport:
-    """What reading blocks found. num_gone: evicted, or stored anew, since they were listed."""
+    """What reading blocks found. num_gone: evicted, or stored anew, since they were listed. The rest is of intact blocks that are
+    encrypted: with the key given, with another, and without one given."""
 
     num_ok: int = 0
     num_gone: int = 0
+    num_readable: int = 0
+    num_other_key: int = 0
+    num_without_key: int = 0
     faults: list[tuple[BlockEntry, str]] = field(default_factory=list)
 
 
@@ -92,6 +96,18 @@ def entries_of(browser: StoreBrowser, layout_prefix: str) -> Iterator[BlockEntry
     return (entry for entry in browser.entries() if entry.layout_fingerprint.hex().startswith(layout_prefix))
 
 
+def summarize_tiers(browser: StoreBrowser, entries: Iterable[BlockEntry]) -> dict[str, dict[str, int]]:
+    """Counts and sizes per tier, as JSON has them; none for a store without tiers."""
+    tiers = {
+        name: {"num_blocks": 0, "num_bytes": 0, "capacity_bytes": capacity} for name, capacity in browser.capacity_by_tier.items()
+    }
+    for entry in entries if tiers else ():
+        counts = tiers[browser.tier_of(entry)]
+        counts["num_blocks"] += 1
+        counts["num_bytes"] += entry.num_bytes
+    return tiers
+
+
 def summarize(entries: Iterable[BlockEntry], capacity_bytes: int, now_s: float) -> dict[str, Any]:
     """Counts, sizes and ages, as JSON has them."""
     layouts: dict[str, dict[str, int]] = {}
@@ -121,10 +137,17 @@ def summarize(entries: Iterable[BlockEntry], capacity_bytes: int, now_s: float) 
 
 
 def verify_blocks(browser: StoreBrowser, entries: Iterable[BlockEntry], progress: Progress) -> ReadReport:
-    """Read every block and judge it."""
+    """Read every block and judge it, also by the key that the store's options name."""
     report = ReadReport()
-    for _entry, _block in _intact(browser, entries, progress, report):
+    for entry, block in _intact(browser, entries, progress, report):
+        encryption = judge_encryption(block.header, block.payload, browser.cipher_for(entry))
+        if encryption is Encryption.FORGED:
+            report.faults.append((entry, f"it is {encryption.value}"))
+            continue
         report.num_ok += 1
+        report.num_readable += encryption is Encryption.READABLE
+        report.num_other_key += encryption is Encryption.OTHER_KEY
+        report.num_without_key += encryption is Encryption.NO_KEY
     return report
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from connectors.byte_sizes import parse_byte_size, readable_bytes
-from connectors.store_browser import BlockEntry, StoreBrowser
+from connectors.store_browser import BlockEntry, StoreBrowser, WriteOutcome
 from core.config import EXIT_USAGE, OneLineParser, add_config_flags, load_config
-from core.errors import ConfigError, ConnectorError, InvalidInputError, KVRelayError
+from core.errors import ConfigError, ConnectorError, InvalidInputError, KVRelayError, NotRepresentable
 from deploy.cache_blocks import (
     Progress,
     choose_to_prune,
@@ -31,6 +31,7 @@ from deploy.cache_blocks import (
     open_store,
     remove_blocks,
     summarize,
+    summarize_tiers,
     verify_blocks,
 )
 
@@ -44,7 +45,7 @@ SORTS: dict[str, Callable[[BlockEntry], Any]] = {
 USAGE = """usage: kvrelay cache COMMAND --connector NAME --connector-option KEY=VALUE ... (or --config FILE)
   ls       the blocks that a store holds     [--limit N] [--sort recent|oldest|largest|hash] [--pinned] [--json]
   stat     how many, how large, how old      [--json]
-  verify   reads every block and checks it; exit code 1 when one is bad      [--remove]
+  verify   reads every block and checks it; exit code 1 when one is bad, or not of the encryption_key_file given  [--remove]
   prune    takes blocks away, those that would be evicted first: --older-than 7d, --to-size 10GiB or --all; with --yes.
            Pinned ones only with --all
   export   FILE (- is stdout): verified blocks, least recently used first
@@ -52,7 +53,8 @@ USAGE = """usage: kvrelay cache COMMAND --connector NAME --connector-option KEY=
   explain  PROMPT: which blocks of a prompt are stored, and why not the others
   pin      PROMPT ...: keeps what is stored of these prompts from eviction (nvme, shm, and tiers of them)
   unpin    PROMPT ... or --all
-Those that list blocks take --layout HEX: only blocks whose layout fingerprint at rest begins so."""
+Those that list blocks take --layout HEX: only blocks whose layout fingerprint at rest begins so.
+Exit code 1 also when a part of the store could not be looked at."""
 
 
 def run_cache(argv: list[str]) -> int:
@@ -81,17 +83,32 @@ def store_parser(name: str, description: str) -> OneLineParser:
 
 @contextlib.contextmanager
 def opened_store(arguments: argparse.Namespace, to_change: str = "") -> Iterator[StoreBrowser]:
-    """The store that the flags name. What of it cannot be opened is said on stderr. to_change: the command, if it changes it."""
+    """The store that the flags name. What of it cannot be opened is said on stderr. to_change: the command, if it changes it.
+
+    An import makes what is missing; to all others that is a part that cannot be looked at.
+    """
     config = load_config({key: value for key, value in vars(arguments).items() if key in _STORE_KEYS})
     browser = open_store(config)
     try:
         if to_change and browser.why_read_only:
             raise ConnectorError(f"{to_change} cannot be done with {config.connector.name}: {browser.why_read_only}")
+        if to_change != "import":
+            browser.problems += browser.missing
         yield browser
-        for problem in browser.problems:
-            print(f"kvrelay cache: {problem}", file=sys.stderr)
+        for line in (*browser.problems, *browser.notes):
+            print(f"kvrelay cache: {line}", file=sys.stderr)
     finally:
         browser.close()
+
+
+def _and_not_looked_at(browser: StoreBrowser) -> str:
+    """The end of a summary of what was not all."""
+    num_parts = len(browser.problems)
+    return f"; {num_parts} part{'s' * (num_parts > 1)} of the store could not be looked at" if num_parts else ""
+
+
+def _exit_code(browser: StoreBrowser, *, has_failed: bool = False) -> int:
+    return EXIT_FAILED if has_failed or browser.problems else EXIT_OK
 
 
 _STORE_KEYS = ("config", "connector.name", "connector_option", "security.keys")
@@ -116,8 +133,8 @@ def _ls(argv: list[str]) -> int:
         for entry in shown:
             print(json.dumps(_as_json(entry)) if arguments.json else _as_line(entry, now_s))
         if not arguments.json:
-            print(f"{len(shown)} of {len(entries)} blocks", file=sys.stderr)
-    return EXIT_OK
+            print(f"{len(shown)} of {len(entries)} blocks{_and_not_looked_at(browser)}", file=sys.stderr)
+    return _exit_code(browser)
 
 
 def _stat(argv: list[str]) -> int:
@@ -126,13 +143,15 @@ def _stat(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     now_s = time.time()
     with opened_store(arguments) as browser:
-        summary = summarize(_chosen(browser, arguments), browser.capacity_bytes, now_s)
+        entries = list(_chosen(browser, arguments))
+        summary = summarize(entries, browser.capacity_bytes, now_s)
+        summary |= {"tiers": summarize_tiers(browser, entries), "not_looked_at": browser.problems}
     if arguments.json:
         print(json.dumps(summary))
-        return EXIT_OK
-    capacity = summary["capacity_bytes"]
-    of_capacity = f" of {readable_bytes(capacity)}" if capacity else ""
-    print(f"{summary['num_blocks']} blocks, {readable_bytes(summary['num_bytes'])}{of_capacity}")
+        return _exit_code(browser)
+    print(f"{_holding(summary)}{_and_not_looked_at(browser)}")
+    for tier, counts in summary["tiers"].items():
+        print(f"tier {tier}: {_holding(counts)}")
     for layout, counts in summary["layouts"].items():
         print(f"layout {layout}: {counts['num_blocks']} blocks, {readable_bytes(counts['num_bytes'])}")
     if summary["num_blocks"]:
@@ -141,7 +160,7 @@ def _stat(argv: list[str]) -> int:
         print(f"pinned: {summary['num_pinned']} blocks")
     if summary["oldest_use_s"] is not None:
         print(f"oldest use: {_readable_age(now_s - summary['oldest_use_s'])} ago")
-    return EXIT_OK
+    return _exit_code(browser)
 
 
 def _verify(argv: list[str]) -> int:
@@ -155,8 +174,12 @@ def _verify(argv: list[str]) -> int:
         num_removed = remove_blocks(browser, [entry for entry, _ in report.faults]) if arguments.remove else 0
     gone = f", {report.num_gone} gone meanwhile" if report.num_gone else ""
     removed = f", {num_removed} removed" if arguments.remove else ""
-    print(f"{report.num_ok} blocks are intact, {len(report.faults)} are bad{gone}{removed}")
-    return EXIT_FAILED if report.faults else EXIT_OK
+    print(f"{report.num_ok} blocks are intact, {len(report.faults)} are bad{gone}{removed}{_and_not_looked_at(browser)}")
+    if report.num_readable or report.num_other_key:
+        print(f"encrypted: {report.num_readable} can be read with the key given, {report.num_other_key} are of another key")
+    if report.num_without_key:
+        print(f"encrypted: {report.num_without_key} were checked at rest only: no encryption_key_file was given")
+    return _exit_code(browser, has_failed=bool(report.faults or report.num_other_key))
 
 
 def _prune(argv: list[str]) -> int:
@@ -164,11 +187,12 @@ def _prune(argv: list[str]) -> int:
     parser.add_argument("--older-than", metavar="AGE", help="not used for so long: 90s, 30m, 12h, 7d")
     parser.add_argument("--to-size", metavar="SIZE", help="until the rest is no larger: 10GiB")
     parser.add_argument("--all", action="store_true", help="everything, pinned blocks, too")
-    parser.add_argument("--yes", action="store_true", help="do it; without, only say what would be done")
+    parser.add_argument("--yes", action="store_true", help="do it; without, only say what would be done (exit code 0)")
     arguments = parser.parse_args(argv)
     if sum((arguments.older_than is not None, arguments.to_size is not None, arguments.all)) != 1:
-        given = " ".join(word for word in argv if word.startswith("--"))
-        raise InvalidInputError("what to prune", given, "one of --older-than AGE, --to-size SIZE, --all")
+        given = [flag for flag in ("--older-than", "--to-size", "--all") if vars(arguments)[flag[2:].replace("-", "_")]]
+        words = NotRepresentable(" and ".join(given) or "nothing of that")
+        raise InvalidInputError("what to prune", words, "one of --older-than AGE, --to-size SIZE, --all")
     older_than_s = None if arguments.older_than is None else _seconds("--older-than", arguments.older_than)
     max_bytes = None if arguments.to_size is None else parse_byte_size("--to-size", arguments.to_size)
     with opened_store(arguments, "prune") as browser:
@@ -180,11 +204,11 @@ def _prune(argv: list[str]) -> int:
         if not arguments.all and (num_pinned := sum(entry.is_pinned for entry in entries)):
             print(f"kvrelay cache: {num_pinned} blocks are pinned: they stay", file=sys.stderr)
         if not arguments.yes:
-            print(f"{len(chosen)} blocks ({size}) would go; with --yes they do")
-            return EXIT_FAILED if chosen else EXIT_OK
-        num_removed = remove_blocks(browser, chosen, Progress("removed"))
-    print(f"{num_removed} blocks were removed")
-    return EXIT_OK
+            print(f"{len(chosen)} blocks ({size}) would go{_and_not_looked_at(browser)}; with --yes they do")
+        else:
+            num_removed = remove_blocks(browser, chosen, Progress("removed"))
+            print(f"{num_removed} blocks were removed{_and_not_looked_at(browser)}")
+    return _exit_code(browser)
 
 
 def _export(argv: list[str]) -> int:
@@ -195,8 +219,9 @@ def _export(argv: list[str]) -> int:
         report = export_blocks(browser, _chosen(browser, arguments), file, Progress("exported"))
     for entry, fault in report.faults:
         print(f"left out: {entry.block_hash.hex()}, {entry.place}: {fault}", file=sys.stderr)
-    print(f"{report.num_ok} blocks were exported, {len(report.faults)} are bad and were left out", file=sys.stderr)
-    return EXIT_FAILED if report.faults else EXIT_OK
+    counts = f"{report.num_ok} blocks were exported, {len(report.faults)} are bad and were left out"
+    print(f"{counts}{_and_not_looked_at(browser)}", file=sys.stderr)
+    return _exit_code(browser, has_failed=bool(report.faults))
 
 
 def _import(argv: list[str]) -> int:
@@ -206,10 +231,11 @@ def _import(argv: list[str]) -> int:
     with _input(arguments.FILE) as file, opened_store(arguments, "import") as browser:
         report = import_blocks(browser, file, Progress("imported"))
     counts = ", ".join(f"{count} {what}" for what, count in report.counts.items() if count)
-    print(f"blocks of the export: {counts or 'none'}")
+    print(f"blocks of the export: {counts or 'none'}{_and_not_looked_at(browser)}")
     if report.error:
-        raise KVRelayError(f"{arguments.FILE}: {report.error}; what came before it was imported")
-    return EXIT_FAILED if report.num_refused else EXIT_OK
+        what = "what came before it was imported" if report.counts.get(WriteOutcome.WRITTEN.value) else "nothing was imported"
+        raise KVRelayError(f"{arguments.FILE}: {report.error}; {what}")
+    return _exit_code(browser, has_failed=bool(report.num_refused))
 
 
 def _explain(argv: list[str]) -> int:
@@ -269,6 +295,12 @@ def _as_line(entry: BlockEntry, now_s: float) -> str:
     pinned = ", pinned" if entry.is_pinned else ""
     where = f"layout {entry.layout_fingerprint.hex()[:8]}  {entry.place}"
     return f"{entry.block_hash.hex()}  {readable_bytes(entry.num_bytes):>10}  {age}{expiry}{pinned}  {where}"
+
+
+def _holding(counts: dict[str, Any]) -> str:
+    capacity = counts["capacity_bytes"]
+    of_capacity = f" of {readable_bytes(capacity)}" if capacity else ""
+    return f"{counts['num_blocks']} blocks, {readable_bytes(counts['num_bytes'])}{of_capacity}"
 
 
 def _readable_age(seconds: float) -> str:

@@ -40,7 +40,7 @@ def run_explain(argv: list[str]) -> int:
     try:
         report.update(look_up(browser, token_ids, scene, form_read_with(config.connector.options)))
         report["num_leading_blocks_by_node"] = _ask_nodes(scene, report["block_hashes"])
-        report["notes"] += browser.problems
+        report["notes"] += [*browser.problems, *browser.missing]
     finally:
         browser.close()
     print(json.dumps(report) if arguments.json else "\n".join(_lines(report, config.connector.name)))

@@ -30,13 +30,14 @@ def run_pin(argv: list[str], *, is_pinned: bool) -> int:
         raise InvalidInputError("PROMPT", " ".join(arguments.prompts), "one prompt or more" + ("" if is_pinned else ", or --all"))
     config = config_of(arguments, _ARGUMENTS)
     with contextlib.closing(open_store(config)) as browser:
+        browser.problems += browser.missing
         for problem in browser.problems:
             print(f"kvrelay cache: {problem}", file=sys.stderr)
         if browser.why_no_pins:
             raise ConnectorError(f"{config.connector.name}: {browser.why_no_pins}")
         if takes_all:
             print(f"{unpin_all(browser)} blocks were pinned, and no longer are")
-            return 0
+            return 1 if browser.problems else 0
         scene = open_scene(arguments, config)
         reports = []
         for prompt in arguments.prompts:
@@ -47,7 +48,7 @@ def run_pin(argv: list[str], *, is_pinned: bool) -> int:
     else:
         print("\n".join([*scene.words, *(_line(report, is_pinned) for report in reports)]))
     is_done = all(report["num_pinned"] == (report["num_blocks"] if is_pinned else 0) for report in reports)
-    return 0 if is_done and all(report["num_blocks"] for report in reports) else 1
+    return 0 if is_done and not browser.problems and all(report["num_blocks"] for report in reports) else 1
 
 
 def pin_prompt(browser: StoreBrowser, scene: Scene, token_ids: Sequence[int], *, is_pinned: bool) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from core.errors import KVRelayError
 from deploy.child_process import ChildProcess, ChildSpec, OutputPrinter
 
 POLL_INTERVAL_S = 0.1
+NUM_RESTARTS_AT_ONCE = 3  # with the starts themselves within what requests wait for a node (router.node_wait_s)
 FIRST_RESTART_DELAY_S = 1.0
 MAX_RESTART_DELAY_S = 30.0
 MIN_LIFETIME_S = 2.0  # whatever its exit code: what ends sooner is broken
-STABLE_AFTER_S = 60.0  # a child that lived this long starts again with the shortest delay
+STABLE_AFTER_S = 60.0  # a child that lived this long is no longer held to have died soon after its start
 PROGRESS_INTERVAL_S = 5.0
 FIRST_CHILD_SHARE = 0.7
 SUPERVISOR_NAME = "kvrelay"
@@ -36,7 +37,7 @@ class StopRequestedError(KVRelayError):
 
 @dataclass(slots=True)
 class RestartBackoff:
-    """How long to wait before a child that died is started again: 1, 2, 4 … 30 seconds."""
+    """How long to wait before a child that died is started again: at first not at all, then 1, 2, 4 … 30 seconds."""
 
     num_quick_deaths: int = 0
 
@@ -45,7 +46,10 @@ class RestartBackoff:
         if lifetime_s >= STABLE_AFTER_S:
             self.num_quick_deaths = 0
         self.num_quick_deaths += 1
-        delay_s: float = FIRST_RESTART_DELAY_S * 2 ** min(self.num_quick_deaths - 1, 10)
+        num_delays = self.num_quick_deaths - NUM_RESTARTS_AT_ONCE
+        if num_delays <= 0:
+            return 0.0
+        delay_s: float = FIRST_RESTART_DELAY_S * 2 ** min(num_delays - 1, 10)
         return min(delay_s, MAX_RESTART_DELAY_S)
 
 
@@ -174,7 +178,7 @@ class Supervisor:
             lifetime_s = now_s - slot.child.started_at_s
             has_left = slot.child.poll_exit_code() == 0 and lifetime_s >= MIN_LIFETIME_S  # it was drained: a rolling restart
             delay_s = 0.0 if has_left else slot.backoff.next_delay_s(lifetime_s)
-            when = "at once" if has_left else f"in {delay_s:.0f} s"
+            when = f"in {delay_s:.0f} s" if delay_s else "at once"
             self.say(f"{slot.spec.name} {slot.child.describe_exit()}; starting it again {when}")
             slot.child, slot.restart_at_s = None, now_s + delay_s
         if slot.child is None and now_s >= slot.restart_at_s:

@@ -138,6 +138,12 @@ class HttpApi:
             lost_tiers = [name for name, is_reachable in node.stats.tier_is_reachable.items() if not is_reachable]
             if lost_tiers and node.stats.store_is_reachable:
                 warnings.append(f"{node.node_id}: its store {node.connector} goes without {', '.join(lost_tiers)} for now")
+        names_by_store: dict[str, list[str]] = {}
+        for node in registry.connected():
+            names_by_store.setdefault(node.connector, []).append(node.node_id)
+        if len(names_by_store) > 1:
+            stores = "; ".join(f"{store}: {', '.join(sorted(names))}" for store, names in sorted(names_by_store.items()))
+            warnings.append(f"nodes have different stores, and compute again what is in another one ({stores})")
         if registry.has_candidate("decode"):
             return json_response({"status": "ok", "warnings": warnings})
         decode_nodes = [node for node in registry.nodes.values() if node.role == "decode"]

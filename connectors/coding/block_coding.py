@@ -6,6 +6,7 @@ exact one, or one that anybody could have written for an authenticated one. Exac
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import importlib
 import logging
@@ -225,6 +226,30 @@ def decoded_in_full(header: bytes, payload: bytes) -> tuple[bytes, bytes] | None
     if CHECKSUM.unpack_from(view)[0] != xxhash.xxh3_64_intdigest(target):
         return None
     return pack_block_header(found.layout_fingerprint, found.block_hash, target), bytes(target)
+
+
+class Encryption(enum.Enum):
+    """What a key has to do with an intact block at rest."""
+
+    NONE = "not encrypted"
+    READABLE = "readable with the key"
+    OTHER_KEY = "of another key"
+    NO_KEY = "encrypted, and no key was given"
+    FORGED = "of this key by name, and does not decrypt with it"
+
+
+def judge_encryption(header: bytes, payload: bytes, cipher: Cipher | None) -> Encryption:
+    """Of a block that is intact at rest; with its key it is decrypted."""
+    found, prefix = read_block_header(header), read_prefix(payload)
+    if found is None or found.version != CODED_VERSION or prefix is None or prefix.cipher == NO_CIPHER:
+        return Encryption.NONE
+    if cipher is None:
+        return Encryption.NO_KEY
+    if prefix.key_id != cipher.key_id:
+        return Encryption.OTHER_KEY
+    names, body = found.layout_fingerprint + found.block_hash, memoryview(payload)[PREFIX_BYTES:]
+    plain = cipher.decrypt(names, body, bytes(payload[:PREFIX_BYTES]), prefix.nonce)
+    return Encryption.FORGED if plain is None else Encryption.READABLE
 
 
 def _fingerprint_at_rest(layout: KVLayout, codec: Codec, *, is_encrypted: bool) -> bytes:

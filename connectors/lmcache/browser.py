@@ -91,7 +91,7 @@ class LMCacheBrowser(StoreBrowser):
         self._layouts: dict[bytes, _Layout] = {}
         with _translated():
             if not path.is_dir():
-                self.problems.append(f"there is no store in {path}")
+                self.missing.append(f"there is no store in {path}")
                 return
             for folder in sorted(path.iterdir()):
                 if re.fullmatch("[0-9a-f]{32}", folder.name) and folder.is_dir():

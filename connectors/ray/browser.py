@@ -216,7 +216,7 @@ class RayBrowser(StoreBrowser):
                 os.close(descriptor)
             if fingerprint not in self._connections:
                 self._connect(fingerprint, block_bytes)
-                self.problems.append(
+                self.notes.append(
                     f"no engine uses namespace {self._options.namespace} with layout {fingerprint.hex()} here: what is written"
                     f" goes {self._options.linger_s:g} s after this command (linger_s), unless one comes"
                 )

@@ -126,9 +126,9 @@ class RedisBrowser(StoreBrowser):
         return self._prefix + layout_fingerprint.hex().encode() + b":" + name
 
     def _note_foreign(self, key: bytes) -> None:
-        problem = f"a key of this namespace is no block's: {key[:200]!r}"
-        if len(self.problems) < 10 and problem not in self.problems:
-            self.problems.append(problem)
+        note = f"a key of this namespace is no block's: {key[:200]!r}"
+        if len(self.notes) < 10 and note not in self.notes:
+            self.notes.append(note)
 
     def _look_up(self, names: Sequence[tuple[bytes, bytes, bytes]]) -> Iterator[BlockEntry]:
         commands: list[tuple[bytes, ...]] = []

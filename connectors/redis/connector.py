@@ -230,6 +230,9 @@ class RedisConnector(QueuedConnector):
         self._known.add(names[:num_ok], epoch)
         self._known.remove(names[position] for position, check in report.checks.items() if check is not BlockCheck.OK)
         damaged = [names[position] for position, check in report.checks.items() if check not in (BlockCheck.OK, None)]
+        if report.checks.get(num_ok) is BlockCheck.UNREADABLE:  # so are those behind it, which a save would take for stored
+            damaged = list(names[num_ok:num_stored])
+            self._known.remove(damaged)
         if damaged and report.error is None:  # would block their keys until they expire, and for ever where they do not
             with self._reporting(lane, LaneReport()):
                 lane.delete(damaged)
@@ -340,7 +343,10 @@ def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
 def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
     """All layouts in the namespace. Raises ConfigError or ConnectorError."""
     parsed = _parse(options)
-    return RedisBrowser(_server_of(parsed), parsed.namespace, parsed.expiry_s)
+    cipher = CodingOptions(encryption_key_file=parsed.encryption_key_file).load_cipher()
+    browser = RedisBrowser(_server_of(parsed), parsed.namespace, parsed.expiry_s)
+    browser.cipher = cipher
+    return browser
 
 
 def _server_of(options: RedisOptions) -> RedisServer:

@@ -51,7 +51,7 @@ class SlotPlaces(Protocol):
         """Of one store that is made anew."""
 
     def layouts(self) -> tuple[list[StoredLayout], list[str]]:
-        """The stores that are there, and in words those that cannot be opened."""
+        """The stores that are there, and in words those that cannot be opened. Raises FileNotFoundError where none can be."""
 
     def open(self, layout: SlotLayout, *, create: bool) -> SlotStore:
         """Join a store that is there, or with `create` also make it. Raises OSError, ConnectorError or ConfigError."""
@@ -69,7 +69,10 @@ class SlotBrowser(StoreBrowser):
         self._store_by_layout: dict[bytes, SlotStore] = {}
         self._layout_by_fingerprint: dict[bytes, StoredLayout] = {}
         with _translated():
-            layouts, self.problems = places.layouts()
+            try:
+                layouts, self.problems = places.layouts()
+            except FileNotFoundError as error:
+                layouts, self.missing = [], [str(error)]
         for layout in layouts:
             try:
                 self._store_by_layout[layout.fingerprint] = places.open(layout, create=False)

@@ -283,7 +283,10 @@ def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
 def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
     """All layouts in the directory. Raises ConfigError or ConnectorError."""
     parsed = _parse(options)
-    return SlotBrowser(StoreRoot(Path(parsed.path), _prefix(), parsed.capacity_bytes, _NvmeSegment, _GROW_BYTES))
+    cipher = CodingOptions(encryption_key_file=parsed.encryption_key_file).load_cipher()
+    browser = SlotBrowser(StoreRoot(Path(parsed.path), _prefix(), parsed.capacity_bytes, _NvmeSegment, _GROW_BYTES))
+    browser.cipher = cipher
+    return browser
 
 
 def _coding_of(options: NvmeOptions) -> CodingOptions:

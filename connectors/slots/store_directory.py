@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import errno
-import glob
 import logging
 import os
 import re
@@ -184,16 +183,20 @@ class StoreRoot:
     grow_bytes: int
 
     def layouts(self) -> tuple[list[StoredLayout], list[str]]:
-        """The stores that are there, and in words those that cannot be opened."""
-        if not self.root.is_dir():
-            return [], [f"there is no store in {self.root}"]
+        """The stores that are there, and in words those that cannot be opened. Raises FileNotFoundError where the root is not."""
+        try:
+            folders = sorted(path.name for path in self.root.iterdir())  # a glob would be silent about what it may not read
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(f"there is no store in {self.root}") from error
         found: list[StoredLayout] = []
         problems: list[str] = []
-        for path in sorted(self.root.glob(f"{glob.escape(self.prefix)}*/{_INDEX_NAME}")):
-            name = path.parent.name.removeprefix(self.prefix)
-            if not re.fullmatch("[0-9a-f]{32}", name):
-                continue  # of another prefix that begins like ours
+        for folder in folders:
+            name, path = folder.removeprefix(self.prefix), self.root / folder / _INDEX_NAME
+            if not folder.startswith(self.prefix) or not re.fullmatch("[0-9a-f]{32}", name):
+                continue  # another prefix may begin like ours
             try:
+                if not path.exists():
+                    continue
                 fingerprint, num_bytes = read_index_identity(path)
                 if fingerprint.hex() != name:
                     raise ConnectorError(f"{path} is of another layout than its folder's name says")

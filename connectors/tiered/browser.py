@@ -8,9 +8,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from connectors.coding.block_coding import Cipher
 from connectors.registry import open_browser as open_child
 from connectors.store_browser import BlockEntry, RawBlock, StoreBrowser, WriteOutcome
-from connectors.tiered.options import parse_tiered_options
+from connectors.tiered.options import check_tier_connectors, parse_tiered_options
 from core.errors import ConfigError, ConnectorError
 
 
@@ -26,6 +27,7 @@ class TieredBrowser(StoreBrowser):
         self.problems = [*problems]
         for name, browser in browsers.items():
             self.problems += [f"tier {name}: {problem}" for problem in browser.problems]
+            self.missing += [f"tier {name}: {missing}" for missing in browser.missing]
         self._writable = [browser for browser in self._browsers if not browser.why_read_only]
         if not self._writable:
             self.why_read_only = self._browsers[-1].why_read_only
@@ -39,11 +41,27 @@ class TieredBrowser(StoreBrowser):
         capacities = [browser.capacity_bytes for browser in self._browsers]
         return sum(capacities) if all(capacities) else 0
 
+    @property
+    def capacity_by_tier(self) -> Mapping[str, int]:
+        """Of those that can be looked into."""
+        return {name: browser.capacity_bytes for name, browser in zip(self._names, self._browsers, strict=True)}
+
+    def tier_of(self, entry: BlockEntry) -> str:
+        """By the entry's handle."""
+        return self._names[int(entry.handle[0])]
+
+    def cipher_for(self, entry: BlockEntry) -> Cipher | None:
+        """Tiers may have keys of their own."""
+        number, in_tier = entry.handle
+        browser: StoreBrowser = self._browsers[number]
+        return browser.cipher_for(in_tier)
+
     def entries(self) -> Iterator[BlockEntry]:
         """One tier after the other."""
         for number, (name, browser) in enumerate(zip(self._names, self._browsers, strict=True)):
             for entry in browser.entries():
                 yield dataclasses.replace(entry, place=f"{name}: {entry.place}", handle=(number, entry))
+            self.notes += [note for each in browser.notes if (note := f"tier {name}: {each}") not in self.notes]
 
     def find(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[bool]:
         """Whether any tier has them."""
@@ -88,10 +106,12 @@ class TieredBrowser(StoreBrowser):
 def open_browser(options: Mapping[str, Any], read_secret: Callable[[], bytes] = bytes) -> StoreBrowser:
     """The tiers of these options that can be looked into; the others are problems. Raises ConfigError, or ConnectorError when
     there is none."""
+    tiers = parse_tiered_options(options)[1]
+    check_tier_connectors(tiers)
     problems: list[str] = []
     with contextlib.ExitStack() as opened:
         browsers: dict[str, StoreBrowser] = {}
-        for tier in parse_tiered_options(options)[1]:
+        for tier in tiers:
             try:
                 browsers[tier.name] = browser = open_child(tier.connector, tier.options, read_secret)
                 opened.callback(browser.close)

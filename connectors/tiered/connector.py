@@ -20,7 +20,7 @@ from connectors.tiered.browser import open_browser as open_browser  # what the r
 from connectors.tiered.load import TieredLoads
 from connectors.tiered.lookup import TieredLookups
 from connectors.tiered.mover import TierMover
-from connectors.tiered.options import TieredOptions, TierOptions, parse_tiered_options
+from connectors.tiered.options import TieredOptions, TierOptions, check_tier_connectors, parse_tiered_options
 from connectors.tiered.save import TieredSaves
 from connectors.tiered.tier import Tier
 from connectors.tiered.tier_set import TierSet
@@ -330,6 +330,7 @@ def _renamed(error: ConfigError, tier_name: str) -> ConfigError:
 def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
     """Options: see TieredOptions and TierOptions. Raises ConfigError."""
     own, tiers = parse_tiered_options(options)
+    check_tier_connectors(tiers)
     children = [_create_tier(tier, clock) for tier in tiers]
     if own.write == "back" and not isinstance(children[0], SlotConnector):
         raise ConfigError("connector.options.write", own.write, "through, where the first tier cannot say what it will evict")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from connectors.byte_sizes import with_parsed_sizes
+from connectors.registry import connector_names
 from core.config import options_from_mapping
 from core.errors import ConfigError, NotRepresentable
 
@@ -108,6 +109,17 @@ def parse_tiered_options(options: Mapping[str, Any]) -> tuple[TieredOptions, lis
             allowed = "1 for the tier through which prompts go from prefill to decode nodes; put it on a slower one"
             raise ConfigError(f"{_PREFIX}.{parsed.name}.store_threshold", parsed.store_threshold, allowed)
     return tiered, tiers
+
+
+def check_tier_connectors(tiers: Sequence[TierOptions]) -> None:
+    """Raises ConfigError for a tier that is no connector, about the option that says so."""
+    known = [name for name in connector_names() if name != "tiered"]
+    for tier in tiers:
+        if tier.connector not in known:
+            if tier.connector != tier.name:
+                raise ConfigError(f"{_PREFIX}.{tier.name}.connector", tier.connector, f"one of {', '.join(known)}")
+            allowed = f"names of connectors, fastest first: {', '.join(known)}, or others with {tier.name}.connector=one of them"
+            raise ConfigError(f"{_PREFIX}.tiers", tier.name, allowed)
 
 
 def _tier_names(value: object) -> list[str]:

@@ -60,7 +60,7 @@ def test_blocks_come_from_disk_into_few_files_and_go_back(
     assert "lmcache" not in sys.modules or importlib.util.find_spec("lmcache")
     options: dict[str, Any] = {"path": str(tmp_path / "lmcache"), "capacity_bytes": "1MiB"}
     browsers.append(browser := open_browser("lmcache", options))
-    assert "there is no store" in browser.problems[0] and list(browser.entries()) == []
+    assert "there is no store" in browser.missing[0] and list(browser.entries()) == []
     assert import_blocks(browser, io.BytesIO(exported), QUIET).counts == {"written": 23}
     assert import_blocks(browser, io.BytesIO(exported), QUIET).counts == {"present": 23}
     folder = tmp_path / "lmcache" / LAYOUT.fingerprint.hex()

@@ -130,7 +130,7 @@ class TestRayBrowser(BrowserContract):
         assert import_blocks(on_disk, io.BytesIO(file.getvalue()), QUIET).counts == {"written": 6}
         unused = store.browse("unused")
         assert import_blocks(unused, io.BytesIO(file.getvalue()), QUIET).counts == {"written": 6}
-        assert "what is written goes 10 s after this command" in unused.problems[0]
+        assert "what is written goes 10 s after this command" in unused.notes[0]
         assert verify_blocks(unused, unused.entries(), QUIET).num_ok == 6
         unused.close()
         assert store.harness.open_node("unused").load(chain(1, 6)).outcome is TransferOutcome.OK

@@ -56,17 +56,16 @@ def is_alive(pid: int) -> bool:
     return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
-def test_restart_backoff_quick_deaths_doubles_up_to_thirty_seconds() -> None:
+def test_restart_backoff_quick_deaths_restarts_thrice_at_once_then_doubles_up_to_thirty_seconds() -> None:
     backoff = RestartBackoff()
-    assert [backoff.next_delay_s(lifetime_s=0.5) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
+    assert [backoff.next_delay_s(lifetime_s=0.5) for _ in range(10)] == [0, 0, 0, 1, 2, 4, 8, 16, 30, 30]
 
 
 def test_restart_backoff_after_a_long_life_starts_again() -> None:
     backoff = RestartBackoff()
     for _ in range(4):
         backoff.next_delay_s(lifetime_s=0.5)
-    assert backoff.next_delay_s(lifetime_s=3600.0) == 1
-    assert backoff.next_delay_s(lifetime_s=0.5) == 2
+    assert [backoff.next_delay_s(lifetime_s) for lifetime_s in (3600.0, 0.5, 0.5, 0.5)] == [0, 0, 0, 1]
 
 
 def test_supervisor_output_is_prefixed_per_child(tmp_path: Path) -> None:
@@ -138,7 +137,7 @@ def test_supervisor_child_dies_while_serving_is_started_again(tmp_path: Path) ->
         killer.join(DEADLINE_S)
         successor = supervisor.running[0].pid
         assert successor != victim
-    assert "ended by SIGKILL; starting it again in 1 s" in out.getvalue()
+    assert "ended by SIGKILL; starting it again at once" in out.getvalue()
     assert not is_alive(successor)
 
 

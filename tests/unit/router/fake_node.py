@@ -92,6 +92,7 @@ class FakeNode:
     has_store: bool = True
     store_complaint: str = ""
     tier_is_reachable: dict[str, int] = field(default_factory=dict)
+    connector: str = "none"
     received: list[Generate] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     refusal: str | None = None
@@ -159,7 +160,7 @@ class FakeNode:
             model=self.model,
             max_num_seqs=8,
             num_blocks=64,
-            connector="none",
+            connector=self.connector,
             registration_index=self._registration_index,
         )
         self._numbers = MessageNumbers(self._registration_index)

@@ -55,6 +55,13 @@ def test_health_warns_of_a_tier_that_is_away(cluster: RunningRouter) -> None:
     assert warning == f"{node.node_id}: its store none goes without slow for now"
 
 
+def test_health_warns_of_nodes_with_different_stores(cluster: RunningRouter) -> None:
+    assert httpx.get(f"{cluster.url}/health").json()["warnings"] == []
+    cluster.add_node("decode", "other", connector="redis")
+    (warning,) = httpx.get(f"{cluster.url}/health").json()["warnings"]
+    assert warning.endswith("(none: decode-1, prefill-0; redis: other)")
+
+
 def test_drain_without_a_name_is_no_path_and_drains_nobody(cluster: RunningRouter) -> None:
     for path in ("/drain", "/drain/", "/drain/nobody"):
         answer = httpx.post(f"{cluster.url}{path}", json={"node_id": "decode-1"})
