@@ -25,6 +25,8 @@ def create_medium(folder: Path, block_bytes: int) -> Medium:
 class RayMedium(Medium):
     """A Ray of its own, with a store of some rounds: in a full one memory is recycled, as it is after some minutes of work."""
 
+    num_warmup_rounds = 8  # by then the store is full, and its objects are in huge pages
+
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._pool = np.ones(24 * MIB, dtype=np.uint8)

@@ -27,6 +27,8 @@ def create_medium(folder: Path, block_bytes: int) -> Medium:
 class ShmMedium(Medium):
     """One thread that copies block by block, as many bytes as a round moves, to and from memory as far apart."""
 
+    num_warmup_rounds = 15  # by then the idle threads have filled the pool with pages
+
     def __init__(self, name: str, block_bytes: int) -> None:
         self._name = name
         self._block_bytes = block_bytes

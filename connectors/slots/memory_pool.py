@@ -25,7 +25,7 @@ from core.errors import ConnectorError
 
 _Bytes = npt.NDArray[np.uint8]
 
-_TOUCH_BYTES = 16 * 1024 * 1024  # at a time: some 10 ms of a worker thread
+_TOUCH_BYTES = 4 * 1024 * 1024  # at a time: some 10 ms of a worker thread
 _MFD_NOEXEC_SEAL = 8  # of Linux' memfd.h; since Linux 6.3, where an administrator may insist on it
 _FILE_LOCK = struct.Struct("hhqqi4x")  # struct flock on 64 bits: type, whence, start, length, process id
 _FIRST_LEASE_BYTE = 2**40  # beyond the index: a lock needs no byte to be there

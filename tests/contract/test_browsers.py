@@ -173,7 +173,7 @@ class TestRedisBrowserWhereAServerIsInstalled(BrowserContract):
         assert store.command("verify") == 1
         said = capsys.readouterr()
         assert "a key of this namespace is no block's" in said.err
-        assert "2 blocks are intact, 2 are bad" in said.out
+        assert "2 blocks are intact, 3 are bad" in said.out
 
 
 def test_ls_into_a_pipe_that_closes_ends_quietly(tmp_path: Path) -> None:
