@@ -29,6 +29,7 @@ def offset_file(tmp_path: Path) -> Path:
 def cluster(offset_file: Path) -> Iterator[Cluster]:
     spec = ClusterSpec(
         model=MODEL,
+        prefill=0,
         dtype="bfloat16",
         engine={"kv_pool_mib": 192},
         router={"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S},
@@ -40,6 +41,7 @@ def cluster(offset_file: Path) -> Iterator[Cluster]:
         },
     )
     with Cluster(spec) as running:
+        running.start_node("prefill")  # after the other: sleeping while a lock is held fails under libfaketime (EINVAL)
         yield running
 
 
