@@ -115,7 +115,7 @@ class MemoryMedium(SlotMedium):
     """The mapped slots."""
 
     needs_neighbours = False
-    piece_bytes = 4 * 1024 * 1024  # threads that end at the same time matter more than the cost of a piece
+    piece_bytes = 4 * 1024 * 1024  # small enough for threads to end at about the same time
 
     def __init__(self, descriptor: int, layout: SlotLayout, num_slots: int) -> None:
         """Raises OSError, or ConnectorError where the memory is not what create() makes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -13,13 +12,14 @@ import uuid
 from pathlib import Path
 
 from deploy.topology import find_free_ports
+from tests.support.server_process import ServerProcess
 
 HOST = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
 _START_TIMEOUT_S = 90.0
 
 
-class LMCacheServerProcess:
+class LMCacheServerProcess(ServerProcess):
     """Runs until end(). Each start is on the same ports, and empty."""
 
     def __init__(self, folder: Path, size_gb: float = 1.0, *flags: str) -> None:
@@ -29,7 +29,6 @@ class LMCacheServerProcess:
         self._size_gb, self._flags = size_gb, flags
         port, http_port = find_free_ports(HOST, 2)
         self.address, self.http_address = f"{HOST}:{port}", f"{HOST}:{http_port}"
-        self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
@@ -52,22 +51,6 @@ class LMCacheServerProcess:
         environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-
-    def kill(self) -> None:
-        """kill -9, and wait until it is gone. Safe to repeat."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def pause(self) -> None:
-        """SIGSTOP: connections stay open, and nothing answers."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """SIGCONT."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
         """Kill it, and remove its memory and the index of it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -12,13 +11,14 @@ from pathlib import Path
 import redis
 
 from deploy.topology import find_free_ports
+from tests.support.server_process import ServerProcess
 
 HOST = "127.0.0.1"
 EXECUTABLE = shutil.which("redis-server") or shutil.which("valkey-server")
 _START_TIMEOUT_S = 30.0
 
 
-class RedisProcess:
+class RedisProcess(ServerProcess):
     """Runs until end(), which is safe to repeat. start() after kill() is a restart on the same port: empty, unless the server
     had saved its data (save_to_disk)."""
 
@@ -29,7 +29,6 @@ class RedisProcess:
         self.password = password
         self.flags: Sequence[str] = flags
         (self.port,) = find_free_ports(HOST, 1)
-        self._process: subprocess.Popen[bytes] | None = None
         self.is_tls = is_tls
         self.start()
 
@@ -80,22 +79,6 @@ class RedisProcess:
     def client(self) -> redis.Redis:
         """An ordinary client, for looking and for doing damage."""
         return redis.Redis.from_url(f"unix://{self.folder / 'socket'}", password=self.password or None)
-
-    def kill(self) -> None:
-        """kill -9, and wait until it is gone. Safe to repeat."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def pause(self) -> None:
-        """SIGSTOP: connections stay open, and nothing answers."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """SIGCONT."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
 
     def save_to_disk(self) -> None:
         """Write all data to the folder, where the next start finds it."""
