@@ -126,8 +126,8 @@ class MemoryMedium(SlotMedium):
         if not is_sealed or os.fstat(descriptor).st_size != self._num_bytes:
             raise ConnectorError("a pool of other processes is not sealed, or not as large as its index says")
         self._memory: _Bytes = map_file(descriptor, self._num_bytes, is_writable=True)
+        self._bytes = self._memory.data
         by_slot = self._memory.reshape(num_slots, self._slot_bytes)
-        self._headers: _Bytes = by_slot[:, :BLOCK_HEADER_BYTES]
         self._payloads: _Bytes = by_slot[:, HEADER_PAGE_BYTES : HEADER_PAGE_BYTES + layout.block_bytes]
         self._num_touched_bytes = 0
 
@@ -135,14 +135,16 @@ class MemoryMedium(SlotMedium):
         for slot, block in zip(slots, blocks, strict=True):
             # Lets go of the GIL, unlike an assignment of slices of bytes.
             np.copyto(np.frombuffer(block, dtype=np.uint8, count=self._block_bytes), self._payloads[slot])
-            yield self._headers[slot].tobytes()
+            start = slot * self._slot_bytes
+            yield self._bytes[start : start + BLOCK_HEADER_BYTES].tobytes()
 
     def write(self, slots: Sequence[int], headers: Iterable[bytes], blocks: Sequence[memoryview]) -> None:
         """Headers last: by then the block they are made from is in the core's cache."""
         next_header = iter(headers)
         for slot, block in zip(slots, blocks, strict=True):
-            np.copyto(self._payloads[slot], np.frombuffer(block, dtype=np.uint8, count=self._block_bytes))
-            self._headers[slot] = np.frombuffer(next(next_header), dtype=np.uint8)
+            self._payloads[slot] = np.frombuffer(block, dtype=np.uint8, count=self._block_bytes)  # lets go of the GIL
+            start = slot * self._slot_bytes
+            self._bytes[start : start + BLOCK_HEADER_BYTES] = next(next_header)
 
     def grow(self, first_slot: int, end_slot: int) -> None:
         """All slots are there from the start."""
@@ -159,7 +161,7 @@ class MemoryMedium(SlotMedium):
         return self._num_touched_bytes < self._num_bytes
 
     def close(self) -> None:
-        del self._memory, self._headers, self._payloads  # the mapping ends with the last array on it
+        del self._memory, self._bytes, self._payloads  # the mapping ends with the last array on it
 
 
 def _new_memfd(name: str) -> int:
