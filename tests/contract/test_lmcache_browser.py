@@ -109,7 +109,7 @@ def test_removal_in_the_middle_of_a_file_keeps_the_rest_and_its_age(
 def test_files_that_engines_evict_meanwhile_are_gone_and_no_error(
     disk: NvmeHarness, browsers: list[StoreBrowser], tmp_path: Path
 ) -> None:
-    """Side by side, so that it meets every moment: a file is looked for, opened, read, or written anew with a part of its blocks."""
+    """Side by side, so that it meets every moment: a file is looked for, opened, read, or written anew with fewer blocks."""
     node = disk.open_node("disk")
     for seed in range(6):
         node.save(chain(seed, 30))
