@@ -27,7 +27,8 @@ class TieredBrowser(StoreBrowser):
         self.problems = [*problems]
         for name, browser in browsers.items():
             self.problems += [f"tier {name}: {problem}" for problem in browser.problems]
-            self.missing += [f"tier {name}: {missing}" for missing in browser.missing]
+            of_missing = self.notes if browser.ends_with_its_users else self.missing
+            of_missing += [f"tier {name}: {missing}" for missing in browser.missing]
         self._writable = [browser for browser in self._browsers if not browser.why_read_only]
         if not self._writable:
             self.why_read_only = self._browsers[-1].why_read_only
