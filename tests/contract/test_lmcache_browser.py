@@ -36,14 +36,6 @@ def disk(tmp_path: Path) -> Iterator[NvmeHarness]:
 
 
 @pytest.fixture
-def browsers() -> Iterator[list[StoreBrowser]]:
-    opened: list[StoreBrowser] = []
-    yield opened
-    for browser in opened:
-        browser.close()
-
-
-@pytest.fixture
 def exported(disk: NvmeHarness, browsers: list[StoreBrowser]) -> bytes:
     """Two prompts of 20 and 3 blocks, as a store on disk had them."""
     node = disk.open_node("disk")
