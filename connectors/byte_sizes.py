@@ -11,7 +11,7 @@ from core.errors import ConfigError
 _DECIMAL = {unit: 1000**power for power, unit in enumerate(("", "k", "m", "g", "t"))}
 _UNIT_BYTES = {**_DECIMAL, **{f"{unit}i": 1024**power for power, unit in enumerate(_DECIMAL) if unit}}
 MIN_CAPACITY_BYTES, MAX_CAPACITY_BYTES = 4096, 2**50
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 
 def parse_byte_size(field: str, value: object) -> int:

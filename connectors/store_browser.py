@@ -71,10 +71,12 @@ class StoreBrowser(ABC):
     in batches. All in words: problems, parts of the store that could not be looked at; missing, parts that nobody has made yet,
     as a write would; notes, what else is worth knowing.
 
+    ends_with_its_users: nothing is missing of a tier that nobody uses, and so cannot hold anything.
     why_read_only: why nothing can be written or removed ("": it can). why_no_pins: why no block can be kept from eviction.
     cipher: of the key that the options name, if they do.
     """
 
+    ends_with_its_users = False
     why_read_only = ""
     why_no_pins = "this kind of store has no pins: nvme, shm, and tiers of them have"
 
@@ -109,6 +111,10 @@ class StoreBrowser(ABC):
     @abstractmethod
     def find(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[bool]:
         """Which of these blocks the store says it has."""
+
+    def find_by_tier(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes]) -> Mapping[str, list[bool]]:
+        """As find(), for each tier, where the store has tiers."""
+        return {}
 
     @abstractmethod
     def read(self, entries: Iterable[BlockEntry]) -> Iterator[tuple[BlockEntry, RawBlock | None]]:

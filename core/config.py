@@ -7,6 +7,7 @@ environment.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
@@ -345,7 +346,10 @@ def load_config(flags: Mapping[str, Any] | None = None, environment: Mapping[str
         if not equals:
             raise ConfigError("--connector-option", item, "KEY=VALUE")
         connector = tree.setdefault("connector", {})
-        connector["options"] = {**(connector.get("options") or {}), name: yaml.safe_load(value)}
+        options = connector.get("options") or {}
+        if not isinstance(options, dict):
+            raise ConfigError("connector.options", options, "a mapping of keys to values")
+        connector["options"] = {**options, name: _option_of(value)}
     config: Config = _convert(tree, Config, prefix="")
     return config
 
@@ -355,7 +359,8 @@ def options_from_mapping(options_type: type[Any], options: Mapping[str, Any], pr
     known = {leaf.name for leaf in dataclasses.fields(options_type)}
     for name, value in options.items():
         if name not in known:
-            raise ConfigError(f"{prefix}.{name}", value, f"one of the options {', '.join(sorted(known))}")
+            allowed = f"one of the options {', '.join(sorted(known))}" if known else "nothing: there are no options"
+            raise ConfigError(f"{prefix}.{name}", value, allowed)
     return _convert(dict(options), options_type, prefix=f"{prefix}.")
 
 
@@ -378,6 +383,27 @@ def config_to_yaml(config: Config) -> str:
     return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
 
 
+def _option_of(text: str) -> Any:
+    """What a flag gives an option: a list or mapping in YAML's brackets, else the text, which the option's type then converts.
+
+    YAML would make numbers, booleans and nothing of names, paths and passwords, and cut them at a #.
+    """
+    if text.startswith(("[", "{")):
+        with contextlib.suppress(yaml.YAMLError):
+            return yaml.safe_load(text)
+    return text
+
+
+_WORDS_BY_TYPE = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "object": "a mapping of keys to values",
+    "array": "a list",
+}
+
+
 def _convert(tree: dict[str, Any], options_type: type[Any], prefix: str) -> Any:
     try:
         return msgspec.convert(tree, options_type, strict=False)
@@ -385,7 +411,7 @@ def _convert(tree: dict[str, Any], options_type: type[Any], prefix: str) -> Any:
         if isinstance(error.__cause__, ConfigError):  # a __post_init__ check: already says which field
             raise error.__cause__ from None
         what, _, path = str(error).rstrip("`").partition(" - at `$.")
-        for name, words in (("int", "a whole number"), ("float", "a number"), ("bool", "true or false"), ("str", "a text")):
+        for name, words in _WORDS_BY_TYPE.items():
             what = what.replace(f"Expected `{name}`", words)
         what = what.partition(", got ")[0]
         value: Any = tree
@@ -420,12 +446,34 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     tree.setdefault(section, {})[leaf] = value
 
 
+def _refuse_doubled_keys(root: yaml.Node | None) -> None:
+    """YAML takes the last of several and says nothing. Raises yaml.YAMLError."""
+    waiting, visited = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in visited:  # an alias, maybe of what it is in
+            continue
+        visited.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            seen: set[str] = set()
+            for key, value in node.value:
+                waiting.append(value)
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in seen:
+                        raise yaml.MarkedYAMLError(None, None, f"the key {key.value} is there twice", key.start_mark)
+                    seen.add(key.value)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        _refuse_doubled_keys(yaml.compose(text, yaml.SafeLoader))
+        loaded = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError("--config", str(path), f"a readable YAML file ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("--config", str(path), f"valid YAML ({' '.join(str(error).split())})") from error
     if loaded is None:
         return {}

@@ -307,7 +307,9 @@ class EngineCore:
             store = self._connector.stats()
             self.stats.store_bytes = store.store_bytes
             self.stats.store_is_reachable = store.is_reachable
-            self.stats.store_complaint = " ".join(store.complaint.encode(errors="replace").decode().split())[:512]
+            self.stats.circuit_is_open = self._ledger.is_circuit_open
+            complaint = store.complaint or self._ledger.complaint
+            self.stats.store_complaint = " ".join(complaint.encode(errors="replace").decode().split())[:512]
             self.stats.store_blocks = store.store_blocks
             self.stats.store_evictions = store.num_evictions
             self.stats.tier_is_reachable = {tier.name: int(tier.is_reachable) for tier in store.tiers}

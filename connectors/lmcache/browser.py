@@ -46,10 +46,9 @@ class _Layout:
 
     def _find_unit(self) -> int:
         """From the first header that is intact. Raises OSError."""
-        with contextlib.suppress(FileNotFoundError):
-            for path in itertools.islice(self.folder.glob("*.data"), _MAX_PROBED_FILES):
-                with path.open("rb") as file:
-                    header = read_block_header(file.read(BLOCK_HEADER_BYTES))
+        for path in itertools.islice(self.folder.glob("*.data"), _MAX_PROBED_FILES):
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:  # engines evict meanwhile
+                header = read_block_header(file.read(BLOCK_HEADER_BYTES))
                 if header is not None and 0 < header.payload_bytes <= MAX_BLOCK_BYTES:
                     return BLOCK_HEADER_BYTES + header.payload_bytes
         return 0
@@ -63,13 +62,15 @@ class _Layout:
                 if name is not None:
                     yield text, StoredObject(name), (self.folder / text).stat()
 
-    def write(self, name: bytes, content: bytes) -> Path:
-        """A file appears under its name when it is complete. Raises OSError."""
+    def write(self, name: bytes, content: bytes, used_at_ns: int | None = None) -> None:
+        """A file appears under its name when it is complete, as one that was last used then (None: now). Raises OSError."""
         if self._scratch is None:
             self._scratch = open_scratch(self.folder)
         unfinished = self._scratch[0] / "object"
         unfinished.write_bytes(content)
-        return unfinished.replace(self.folder / file_name(name))
+        if used_at_ns is not None:
+            os.utime(unfinished, ns=(used_at_ns, used_at_ns))
+        unfinished.replace(self.folder / file_name(name))
 
     def close(self) -> None:
         """Safe to repeat."""
@@ -208,22 +209,23 @@ class LMCacheBrowser(StoreBrowser):
         path, name = layout.folder / text, parse_file_name(text)
         assert name is not None, "it was listed"
         try:
-            state = path.stat()
+            file = path.open("rb")  # engines evict and write meanwhile: from here on it is one file, and stays
         except FileNotFoundError:
             return 0
-        gone = {place.position for place in places if place.inode == state.st_ino}
-        if not gone:
-            return 0
+        with file:
+            state = os.fstat(file.fileno())
+            gone = {place.position for place in places if place.inode == state.st_ino}
+            if not gone:
+                return 0
+            content = file.read()
         num_bytes = layout.unit_bytes or state.st_size // StoredObject(name).num_blocks
-        content = path.read_bytes()
         kept = {
             block_hash: content[start : start + num_bytes]
             for position, block_hash in enumerate(StoredObject(name).block_hashes)
             if position not in gone and (start := position * num_bytes) + num_bytes <= len(content)
         }
         if kept:
-            written = layout.write(b"".join(kept), b"".join(kept.values()))
-            os.utime(written, ns=(state.st_mtime_ns, state.st_mtime_ns))
+            layout.write(b"".join(kept), b"".join(kept.values()), state.st_mtime_ns)
         path.unlink(missing_ok=True)
         return len(gone)
 

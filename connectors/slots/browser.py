@@ -62,10 +62,11 @@ class SlotBrowser(StoreBrowser):
 
     why_no_pins = ""
 
-    def __init__(self, places: SlotPlaces) -> None:
+    def __init__(self, places: SlotPlaces, *, ends_with_its_users: bool = False) -> None:
         """Raises ConnectorError."""
         super().__init__()
         self._places = places
+        self.ends_with_its_users = ends_with_its_users
         self._store_by_layout: dict[bytes, SlotStore] = {}
         self._layout_by_fingerprint: dict[bytes, StoredLayout] = {}
         with _translated():

@@ -86,8 +86,17 @@ def has_members(pool: str) -> bool:
 
 def pools_with_members(prefix: str) -> list[str]:
     """Pools of this network namespace whose names begin so and go on with 16 hexadecimal digits, sorted."""
+    return [f"{prefix}{rest}" for rest in _ends_of_pools(prefix) if re.fullmatch("[0-9a-f]{16}", rest)]
+
+
+def names_in_use(prefix: str) -> list[str]:
+    """What stands between this prefix and the 16 digits in the names of all pools of this network namespace, sorted."""
+    return sorted({rest[:-17] for rest in _ends_of_pools(prefix) if re.fullmatch(".+-[0-9a-f]{16}", rest)})
+
+
+def _ends_of_pools(prefix: str) -> list[str]:
     names = (line.rpartition("@")[2] for line in Path("/proc/net/unix").read_text(errors="replace").splitlines())
-    found = (re.fullmatch(rf"({re.escape(prefix)}[0-9a-f]{{16}})-\d+", name) for name in names)
+    found = (re.fullmatch(rf"{re.escape(prefix)}(.+)-\d+", name) for name in names)
     return sorted({match[1] for match in found if match})
 
 

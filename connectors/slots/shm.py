@@ -25,7 +25,7 @@ from connectors.slots.eviction_policy import check_eviction_policy
 from connectors.slots.index import SlotIndex, take_lease_number
 from connectors.slots.index_file import FORMAT_VERSION
 from connectors.slots.memory_pool import MemoryIndexFile, MemoryLease, MemoryMedium, PoolDescriptors, is_memory_lease_alive
-from connectors.slots.pool_members import PoolMember, find_pool, has_members, joining, pools_with_members
+from connectors.slots.pool_members import PoolMember, find_pool, has_members, joining, names_in_use, pools_with_members
 from connectors.slots.store import SlotLayout, SlotStore, StoredLayout, num_slots_within, slot_bytes, warn_of_other_capacity
 from connectors.store_browser import StoreBrowser
 from core.clock import Clock
@@ -85,7 +85,7 @@ class MemoryPools:
 
     @property
     def _prefix(self) -> str:
-        return f"kvrelay{FORMAT_VERSION}-{os.getuid()}-{self.name}-"  # processes of another version have pools of their own
+        return f"{_prefix_of_user()}{self.name}-"
 
     def layouts(self) -> tuple[list[StoredLayout], list[str]]:
         """Of the pools that processes have open, and in words those that cannot be joined."""
@@ -141,6 +141,15 @@ class MemoryPools:
 class PoolsInUse(MemoryPools):
     """For visitors: a pool of their own would be gone when they leave."""
 
+    def layouts(self) -> tuple[list[StoredLayout], list[str]]:
+        """As the base says. Raises FileNotFoundError where nobody uses a pool of this name, with those that somebody uses."""
+        found, problems = MemoryPools.layouts(self)
+        if not found and not problems:
+            names = ", ".join(names_in_use(_prefix_of_user()))
+            others = f"; those in use, by option name: {names}" if names else ", nor any other"
+            raise FileNotFoundError(f"no process of this user and network namespace uses a pool {self.name}{others}")
+        return found, problems
+
     def open(self, layout: SlotLayout, *, create: bool = False) -> SlotStore:
         """Join the pool of this layout. Raises as the base does."""
         try:
@@ -149,6 +158,10 @@ class PoolsInUse(MemoryPools):
             if not create:
                 raise
             raise ConnectorError(f"nobody uses a pool {self.name} of this layout: what is written would go at once") from error
+
+
+def _prefix_of_user() -> str:
+    return f"kvrelay{FORMAT_VERSION}-{os.getuid()}-"  # processes of another version have pools of their own
 
 
 def _open_pool(pool: str, descriptors: PoolDescriptors, layout: SlotLayout, eviction: str) -> SlotStore:
@@ -202,7 +215,7 @@ def create_connector(options: Mapping[str, Any], clock: Clock) -> KVConnector:
 def open_browser(options: Mapping[str, Any]) -> StoreBrowser:
     """The pools of this name, of all layouts, that somebody uses. Raises ConfigError or ConnectorError."""
     parsed = _parse(options)
-    return SlotBrowser(PoolsInUse(parsed.name, parsed.capacity_bytes))
+    return SlotBrowser(PoolsInUse(parsed.name, parsed.capacity_bytes), ends_with_its_users=True)
 
 
 def _parse(options: Mapping[str, Any]) -> ShmOptions:

@@ -107,6 +107,16 @@ class TransferLedger:
         """Block references that transfers hold; for audits."""
         return sum(len(entry.pinned_block_ids) for entry in self._entry_by_id.values())
 
+    @property
+    def is_circuit_open(self) -> bool:
+        """Whether the store is not asked now, because it kept failing."""
+        return not self._breaker.allows(self._clock.now_s())
+
+    @property
+    def complaint(self) -> str:
+        """See CircuitBreaker.complaint."""
+        return self._breaker.complaint(self._clock.now_s())
+
     def num_saves_of(self, request_id: str) -> int:
         """Saves of a request that may still become visible in time: reported or overdue ones do not count."""
         return self._num_saves_by_request.get(request_id, 0)

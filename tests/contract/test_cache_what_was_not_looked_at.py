@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -75,6 +76,19 @@ def test_path_that_is_not_there_fails_all_but_an_import(
     assert cache("stat", "nvme", disk) == 0 and cache("ls", "nvme", disk) == 0, "it is empty, which is no failure"
 
 
+def test_pool_that_nobody_uses_fails_and_those_in_use_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    clock, name = SteppedClock(), f"test-{secrets.token_hex(4)}"
+    node = Node(create_connector("shm", {"name": name, "capacity_bytes": "1MiB"}, clock), clock)
+    try:
+        assert cache("stat", "shm", {"name": f"{name}-2"}) == 1
+        said = capsys.readouterr()
+        assert "0 blocks, 0 bytes; 1 part of the store could not be looked at" in said.out
+        assert f"uses a pool {name}-2; those in use, by option name: " in said.err and f"{name}\n" in said.err.replace(", ", "\n")
+        assert cache("stat", "shm", {"name": name}) == 0, "it is empty, which is no failure"
+    finally:
+        node.connector.close()
+
+
 def test_import_of_what_is_no_export_says_that_nothing_was_imported(
     disk: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +112,7 @@ def test_tier_that_is_down_is_counted_and_tiers_are_told_apart(disk: dict[str, A
     assert "tier redis" in summary["not_looked_at"][0]
     assert cache("stat", "tiered", options) == 0
     assert "tier shm: 0 blocks" in (said := capsys.readouterr()).out and "tier nvme: 4 blocks" in said.out
+    assert "tier shm: no process of this user and network namespace uses a pool nobody-has-this" in said.err
 
 
 def test_verify_counts_what_the_key_reads_where_installed(

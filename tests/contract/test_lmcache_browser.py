@@ -7,7 +7,8 @@ import importlib.util
 import io
 import json
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,6 @@ def disk(tmp_path: Path) -> Iterator[NvmeHarness]:
     harness = NvmeHarness(tmp_path)
     yield harness
     harness.close()
-
-
-@pytest.fixture
-def browsers() -> Iterator[list[StoreBrowser]]:
-    opened: list[StoreBrowser] = []
-    yield opened
-    for browser in opened:
-        browser.close()
 
 
 @pytest.fixture
@@ -103,6 +96,33 @@ def test_removal_in_the_middle_of_a_file_keeps_the_rest_and_its_age(
     assert remove_blocks(browser, chosen) == 14
     assert names(list(browser.entries())) == {*chain(1, 5), *chain(2, 3)}
     assert remove_blocks(browser, list(browser.entries())) == 8 and not list(tmp_path.rglob("*.data"))
+
+
+def test_files_that_engines_evict_meanwhile_are_gone_and_no_error(
+    disk: NvmeHarness, browsers: list[StoreBrowser], tmp_path: Path
+) -> None:
+    """Side by side, so that it meets every moment: a file is looked for, opened, read, or written anew with fewer blocks."""
+    node = disk.open_node("disk")
+    for seed in range(6):
+        node.save(chain(seed, 30))
+    browsers.append(source := open_browser("nvme", disk.options("disk", 256)))
+    export_blocks(source, source.entries(), exported := io.BytesIO(), QUIET)
+    options, num_rounds = {"path": str(tmp_path / "lmcache")}, 20
+
+    def evict(listed: Iterable[str]) -> None:
+        for text in listed:
+            (tmp_path / "lmcache" / LAYOUT.fingerprint.hex() / text).unlink(missing_ok=True)
+
+    for number in range(num_rounds):
+        browsers.append(browser := open_browser("lmcache", options))
+        assert import_blocks(browser, io.BytesIO(exported.getvalue()), QUIET).num_refused == 0
+        entries = list(browser.entries())
+        evicting = threading.Thread(target=evict, args=[dict.fromkeys(entry.handle.text for entry in entries)])
+        evicting.start()
+        if number % 2:
+            assert verify_blocks(browser, entries, QUIET).faults == []
+        remove_blocks(browser, entries[::3])
+        evicting.join()
 
 
 def test_import_into_a_full_store_evicts_what_was_used_longest_ago(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,11 @@ def owner_of(cluster: ClusterProcesses, block_hash: bytes) -> RedisProcess:
     """The server that has a block's slot before any was moved."""
     slot = key_slot(block_hash.hex().encode())
     return next(server for number, server in enumerate(cluster.servers) if slot < 16384 * (number + 1) // 3)
+
+
+def is_replica(server: RedisProcess) -> bool:
+    with server.client() as client:
+        return bool(client.execute_command("ROLE")[0] == b"slave")
 
 
 def wait_recovered(node: Node) -> None:
@@ -164,6 +170,37 @@ def test_server_killed_in_the_middle_costs_misses_until_it_is_back(bench: Bench)
     assert bytes(node.pool.buffer) == before
     wait_until(lambda: node.save(hashes).outcome is TransferOutcome.OK)
     assert node.load(hashes).num_blocks_ok == 16
+
+
+def test_replica_of_a_killed_primary_takes_its_place_with_the_blocks_that_were_stored(tmp_path: Path) -> None:
+    cluster = ClusterProcesses(tmp_path)
+    bench = Bench(cluster)
+    try:
+        victim, replica = cluster.servers[1], cluster.add_replica(cluster.servers[1])
+        node, other = bench.open_node(REAL_LAYOUT), bench.open_node(REAL_LAYOUT)
+        hashes = chain(1, 16, REAL_LAYOUT)
+        assert node.save(hashes).outcome is TransferOutcome.OK
+        assert other.lookup(hashes) == 16
+        assert len({owner_of(cluster, name).port for name in hashes}) == 3
+        with victim.client() as client:
+            assert client.wait(1, 5000) == 1
+        transfers = [node.start_load(hashes, first_block=16 * number) for number in range(3)]
+        transfers.append(node.start_save(chain(2, 16, REAL_LAYOUT), first_block=48))
+        victim.kill()
+        outcomes = {result.outcome for result in node.results(transfers)}
+        assert outcomes <= {TransferOutcome.OK, TransferOutcome.ERROR, TransferOutcome.MISS}
+        wait_until(lambda: node.load(hashes).num_blocks_ok == 16)  # of which a third can only come from the replica
+        with replica.client() as client:
+            assert client.execute_command("ROLE")[0] == b"master"
+        wait_until(lambda: other.lookup(hashes, request_id="after") == 16)
+        assert other.load(hashes).num_blocks_ok == 16
+        wait_until(lambda: node.save(chain(3, 16, REAL_LAYOUT)).outcome is TransferOutcome.OK)
+        victim.start()  # now a replica itself
+        wait_until(lambda: is_replica(victim))
+        assert node.load(chain(3, 16, REAL_LAYOUT)).num_blocks_ok == 16
+    finally:
+        bench.close()
+        cluster.end()
 
 
 def test_hung_server_is_given_up_in_time_and_used_again(bench: Bench) -> None:

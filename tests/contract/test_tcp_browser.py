@@ -31,14 +31,6 @@ def bench() -> Iterator[TcpBench]:
     bench.close()
 
 
-@pytest.fixture
-def browsers() -> Iterator[list[StoreBrowser]]:
-    opened: list[StoreBrowser] = []
-    yield opened
-    for browser in opened:
-        browser.close()
-
-
 def command(*argv: str, peers: str) -> int:
     return main(["cache", argv[0], "--connector", "tcp", "--connector-option", f"peers={peers}", *argv[1:]])
 

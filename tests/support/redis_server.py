@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import time
@@ -102,16 +103,14 @@ def make_certificate(folder: Path) -> tuple[str, str]:
 
 
 class ClusterProcesses:
-    """Three servers that share the slots of one Redis Cluster, without replicas. Run until end()."""
+    """Three primaries that share the slots of one Redis Cluster, and the replicas that a test adds. Run until end()."""
 
     NODE_TIMEOUT_MS = 1000
 
     def __init__(self, folder: Path) -> None:
-        self.servers: list[RedisProcess] = []
-        for number, bus_port in enumerate(find_free_ports(HOST, 3)):
-            flags = ("--cluster-enabled", "yes", "--cluster-port", str(bus_port))
-            flags += ("--cluster-node-timeout", str(self.NODE_TIMEOUT_MS))
-            self.servers.append(RedisProcess(folder / f"node-{number}", *flags))
+        self._folder = folder
+        self._replicas: list[RedisProcess] = []
+        self.servers = [self._start(number, bus_port) for number, bus_port in enumerate(find_free_ports(HOST, 3))]
         for number, server in enumerate(self.servers):
             with server.client() as client:
                 client.execute_command("CLUSTER ADDSLOTSRANGE", 16384 * number // 3, 16384 * (number + 1) // 3 - 1)
@@ -120,9 +119,33 @@ class ClusterProcesses:
                     client.execute_command("CLUSTER MEET", HOST, other.port, bus_port)
         self.wait_served()
 
+    def _start(self, number: int, bus_port: int) -> RedisProcess:
+        flags = ("--cluster-enabled", "yes", "--cluster-port", str(bus_port))
+        flags += ("--cluster-node-timeout", str(self.NODE_TIMEOUT_MS), "--repl-diskless-sync-delay", "0")
+        return RedisProcess(self._folder / f"node-{number}", *flags)
+
+    def add_replica(self, primary: RedisProcess) -> RedisProcess:
+        """A server that has what a primary has, and takes its place when that one dies."""
+        (bus_port,) = find_free_ports(HOST, 1)
+        replica = self._start(len(self.servers) + len(self._replicas), bus_port)
+        self._replicas.append(replica)
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        with primary.client() as at_primary, replica.client() as at_replica:
+            at_replica.execute_command("CLUSTER MEET", HOST, primary.port, primary.flags[3])
+            primary_id = at_primary.execute_command("CLUSTER MYID")
+            while True:
+                with contextlib.suppress(redis.ResponseError):  # it does not know that server yet
+                    at_replica.execute_command("CLUSTER REPLICATE", primary_id)
+                    break
+                assert time.monotonic() < deadline_s, "the replica does not get to know its primary"
+                time.sleep(0.02)
+            while not at_primary.wait(1, 100):
+                assert time.monotonic() < deadline_s, "the replica does not follow its primary"
+        return replica
+
     @property
     def addresses(self) -> str:
-        """HOST:PORT of all servers, with commas."""
+        """HOST:PORT of all that were primaries at first, with commas."""
         return ",".join(f"{HOST}:{server.port}" for server in self.servers)
 
     def wait_served(self) -> None:
@@ -136,7 +159,7 @@ class ClusterProcesses:
 
     def end(self) -> None:
         """Kill all, and remove their files."""
-        for server in self.servers:
+        for server in (*self.servers, *self._replicas):
             server.end()
 
 

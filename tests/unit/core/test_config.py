@@ -91,7 +91,38 @@ def test_config_connector_options_join_file_and_flags(tmp_path: Path) -> None:
     path = write(tmp_path, "connector: {name: nvme, options: {folder: /data, capacity_mib: 10}}\n")
     config = load("--config", path, "--connector-option", "capacity_mib=20", "--connector-option", "label=a=b")
     assert config.connector.name == "nvme"
-    assert config.connector.options == {"folder": "/data", "capacity_mib": 20, "label": "a=b"}
+    assert config.connector.options == {"folder": "/data", "capacity_mib": "20", "label": "a=b"}
+
+
+@pytest.mark.parametrize("text", ["", "123", "007", "1e5", "yes", "null", "a #b", "a: b", "*a", "[a", "{", "&", "2024-01-01"])
+def test_config_text_option_on_the_command_line_is_taken_as_it_is(text: str) -> None:
+    config = load("--connector-option", f"folder={text}", "--connector-option", "capacity_mib=20")
+    options = options_from_mapping(StoreOptions, config.connector.options, prefix="connector.options")
+    assert options == StoreOptions(capacity_mib=20, folder=text)
+
+
+def test_config_option_in_brackets_is_a_list() -> None:
+    assert load("--connector-option", "tiers=[shm, nvme]").connector.options == {"tiers": ["shm", "nvme"]}
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ("engine: {block_size: 8, block_size: 16}", "block_size"),
+        ("engine: {}\nconnector: {}\nengine: {}", "engine"),
+        ("connector: {options: {path: /a, nested: {x: 1, x: 2}}}", "x"),
+    ],
+)
+def test_config_key_that_is_twice_in_the_file_is_refused(tmp_path: Path, content: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"the key {key} is there twice"):
+        load("--config", write(tmp_path, content))
+
+
+@pytest.mark.parametrize("flags", [[], ["--connector-option", "path=/a"]])
+def test_config_options_that_are_no_mapping_are_refused_by_name(tmp_path: Path, flags: list[str]) -> None:
+    path = write(tmp_path, "connector: {options: [a]}")
+    with pytest.raises(ConfigError, match=r"connector\.options: got \['a'\]; allowed: a mapping of keys to values"):
+        load("--config", path, *flags)
 
 
 def test_config_to_yaml_reads_back_unchanged(tmp_path: Path) -> None:
@@ -184,6 +215,11 @@ class StoreOptions:
     folder: str = ""
 
 
+@dataclass(frozen=True)
+class NoOptions:
+    pass
+
+
 def test_connector_options_known_names_are_converted() -> None:
     options = options_from_mapping(StoreOptions, {"capacity_mib": "64"}, prefix="connector.options")
     assert options == StoreOptions(capacity_mib=64)
@@ -192,6 +228,11 @@ def test_connector_options_known_names_are_converted() -> None:
 def test_connector_options_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"connector\.options\.capacity: got 64; allowed: .*capacity_mib, folder"):
         options_from_mapping(StoreOptions, {"capacity": 64}, prefix="connector.options")
+
+
+def test_connector_options_of_a_connector_without_any_say_so() -> None:
+    with pytest.raises(ConfigError, match=r"connector\.options\.x: got 1; allowed: nothing: there are no options"):
+        options_from_mapping(NoOptions, {"x": 1}, prefix="connector.options")
 
 
 def test_connector_options_wrong_type_names_the_field() -> None:
@@ -213,7 +254,7 @@ def test_config_variable_with_a_typo_is_refused() -> None:
     assert load(environment={"KVRELAY_CACHE_DIR": "/x", "HOME": "/y"}) == Config(), "not of a section: none of our business"
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"engine: [1", b"a: b: c"])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"engine: [1", b"a: b: c", b"[" * 5000])
 def test_config_file_that_is_no_yaml_is_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.yaml"
     path.write_bytes(content)

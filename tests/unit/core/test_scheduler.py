@@ -604,6 +604,30 @@ class TestFaults:
         assert len(connector.store.blocks) > 0, "the store is used again"
         assert bench.engine.stats.circuit_is_open is False
 
+    @pytest.mark.parametrize("is_used_again", [True, False])
+    def test_connector_that_is_well_again_is_no_longer_complained_of_whether_or_not_it_is_used(self, is_used_again: bool) -> None:
+        connector = MemoryConnector()
+        connector.fail_calls = {"lookup", "save"}
+        bench = EngineBench(num_blocks=60, block_size=16, connector=connector)
+
+        def gauges(after_s: float) -> tuple[bool, str]:
+            bench.clock.advance(after_s)
+            bench.engine.record_gauges()
+            return bench.engine.stats.circuit_is_open, bench.engine.stats.store_complaint
+
+        for index in range(4):
+            bench.add(f"r{index}", unique_prompt(index + 1, 40), max_tokens=1)
+            bench.run()
+        is_open, complaint = gauges(0.0)
+        assert is_open and complaint.startswith("3 operations in a row failed, the last one 0 s ago")
+        connector.fail_calls = set()
+        is_open, complaint = gauges(10.0)
+        assert not is_open and "10 s ago" in complaint  # it would be asked; nothing better is known of it
+        if is_used_again:
+            bench.add("later", unique_prompt(9, 40), max_tokens=1)
+            bench.run()
+        assert gauges(0.0 if is_used_again else 60.0) == (False, "")
+
     def test_runner_fails_requests_of_the_step_end_with_error_and_engine_lives(self) -> None:
         bench = EngineBench(num_blocks=20, block_size=4)
         bench.add("a", unique_prompt(1, 10), max_tokens=3)
