@@ -26,13 +26,14 @@ from core.clock import Clock
 from core.config import RouterOptions
 from core.errors import InvalidInputError, OverloadedError
 from core.wire.messages import ModelInfo
-from router.answers import token_text
+from router.answer_formats import token_text
 from router.api_key_file import ApiKeyFile
 from router.api_keys import ApiKeyGate
 from router.chat_template import ChatTemplate
 from router.dispatcher import Dispatcher
+from router.generation import GenerationFailedError
 from router.http_cluster import ClusterEndpoints
-from router.http_generation import HTTP_CLIENT_CLOSED, GenerationEndpoints, GenerationFailedError, json_response
+from router.http_generation import HTTP_CLIENT_CLOSED, GenerationEndpoints, json_response
 from router.metrics import RouterMetrics
 from router.openai_protocol import DetokenizeRequest, ErrorBody, ErrorResponse, TokenizeRequest, decode_body
 from router.request_validation import ModelLimits, UnknownModelError, check_model_name
@@ -69,6 +70,7 @@ class ServedModel:
     names: tuple[str, ...]
     max_model_len: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
 
 
 Handler = Callable[[Request, bytes], Awaitable[Response]]
@@ -108,7 +110,8 @@ class HttpApi:
     def limits(self) -> ModelLimits:
         """What requests are checked against: the nodes' word once there was one, else the model folder's."""
         served: ServedModel | ModelInfo = self._dispatcher.core.registry.model or self._model
-        return ModelLimits(self._model.names, served.max_model_len, served.vocab_size, self._options.max_choices)
+        options, eos_token_ids = self._options, self._model.eos_token_ids
+        return ModelLimits(self._model.names, served.max_model_len, served.vocab_size, options.max_choices, eos_token_ids)
 
     # -- endpoints -----------------------------------------------------------------------------------------------------
     async def models(self, _request: Request) -> Response:
