@@ -15,6 +15,7 @@ import msgspec
 from core.errors import InvalidInputError, KVRelayError
 from core.sampling_params import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
 from router.openai_protocol import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
+from router.structured_outputs import RequestedGrammar, requested_grammar
 
 DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI API's; chat goes on to the end of the context
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -24,7 +25,7 @@ MAX_NAME_CHARS = 256
 MAX_TEMPLATE_KWARGS_BYTES = 16 * 1024
 MAX_NESTING = 16  # of what a chat template is given
 PRIORITY_RANGE = (-(2**31), 2**31 - 1)
-NOT_SERVED = ("suffix", "use_beam_search", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+NOT_SERVED = ("suffix", "use_beam_search")
 CHAT_NOT_SERVED = ("continue_final_message", "chat_template", "functions", "audio", "echo")
 
 
@@ -46,10 +47,12 @@ class ModelLimits:
 class GenerationPlan:
     """A checked request: which sequences to run and how to answer. sampling has no seed and no max_tokens of its own yet.
 
-    max_tokens None: the rest of the context. echo_only: an echo with max_tokens 0, which samples a token and drops it.
+    max_tokens None: the rest of the context. echo_only: an echo with max_tokens 0, which samples a token and drops it. grammar:
+    sampling's, with the field that asked for it; whether it compiles is not checked yet.
     """
 
     sampling: SamplingParams
+    grammar: RequestedGrammar | None
     max_tokens: int | None
     is_default_max_tokens: bool
     num_choices: int
@@ -221,8 +224,6 @@ def _plan(
     default_max_tokens: int | None,
 ) -> GenerationPlan:
     _refuse_given(request, NOT_SERVED)
-    if request.response_format is not None and request.response_format.type != "text":
-        raise InvalidInputError("response_format.type", request.response_format.type, "text: others are not supported yet")
     is_stream, options = bool(request.stream), request.stream_options
     if options is not None and not is_stream:
         raise InvalidInputError("stream_options", "given", "with stream true only")
@@ -234,11 +235,13 @@ def _plan(
         max_tokens = 1
     if request.user is not None and len(request.user) > MAX_USER_CHARS:
         raise InvalidInputError("user", f"{len(request.user)} characters", f"at most {MAX_USER_CHARS} characters")
-    sampling = _sampling(request, logprobs, prompt_logprobs)
+    grammar = requested_grammar(request)
+    sampling = replace(_sampling(request, logprobs, prompt_logprobs), grammar=grammar.source if grammar else None)
     # Out-of-range values are refused before a long prompt is tokenized; max_tokens is judged again with the prompt.
     replace(sampling, max_tokens=max_tokens if max_tokens is not None else limits.max_model_len).validate(limits.vocab_size)
     return GenerationPlan(
         sampling=sampling,
+        grammar=grammar,
         max_tokens=max_tokens,
         is_default_max_tokens=is_default,
         num_choices=_num_choices(request, limits),
