@@ -24,10 +24,30 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """The schema of a response_format, as the client wrote it. It is always kept to, whatever `strict` says."""
+
+    schema: msgspec.Raw = msgspec.Raw()
+    name: str | None = None
+    strict: bool | None = None
+
+
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """Only {"type": "text"} is served."""
+    """type: text, json_object, or json_schema with its json_schema."""
 
     type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """What the output must look like: exactly one of the first five. json: a schema, or its text."""
+
+    json: msgspec.Raw = msgspec.Raw()
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -64,14 +84,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     user: str | None = None
-    # Known and not served: refused when they ask for something.
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = msgspec.Raw()  # structured_outputs.json and so on, as vLLM once named them
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    # Known and not served: refused when they ask for something.
     suffix: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):

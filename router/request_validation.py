@@ -14,13 +14,14 @@ from core.sampling_params import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
 from router.beam_search import MAX_BEAM_WIDTH, BeamOptions
 from router.chat_validation import MAX_NAME_CHARS, check_messages
 from router.openai_protocol import ChatRequest, CompletionRequest, GenerationRequest
+from router.structured_outputs import RequestedGrammar
 
 DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI API's; chat goes on to the end of the context
 MAX_CACHE_SALT_CHARS = 256
 MAX_USER_CHARS = 1024
 MAX_LENGTH_PENALTY = 10.0  # as an exponent of a length: more would overflow
 PRIORITY_RANGE = (-(2**31), 2**31 - 1)
-NOT_SERVED = ("suffix", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+NOT_SERVED = ("suffix",)
 NOT_WITH_BEAMS = (  # what a search ranks is the model's own distribution
     *("top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "prompt_logprobs", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -49,9 +50,11 @@ class GenerationPlan:
 
     max_tokens None: the rest of the context. echo_only: an echo with max_tokens 0, which samples a token and drops it.
     num_choices per prompt are answered, the best of num_candidates; with beams those are the width of the search.
+    grammar: sampling's, with the field that asked for it; whether it compiles is not checked yet.
     """
 
     sampling: SamplingParams
+    grammar: RequestedGrammar | None
     max_tokens: int | None
     is_default_max_tokens: bool
     num_choices: int
@@ -168,8 +171,6 @@ def _plan(
     default_max_tokens: int | None,
 ) -> GenerationPlan:
     _refuse_given(request, NOT_SERVED)
-    if request.response_format is not None and request.response_format.type != "text":
-        raise InvalidInputError("response_format.type", request.response_format.type, "text: others are not supported yet")
     is_stream, options = bool(request.stream), request.stream_options
     if options is not None and not is_stream:
         raise InvalidInputError("stream_options", "given", "with stream true only")
@@ -181,15 +182,19 @@ def _plan(
         max_tokens = 1
     if request.user is not None and len(request.user) > MAX_USER_CHARS:
         raise InvalidInputError("user", f"{len(request.user)} characters", f"at most {MAX_USER_CHARS} characters")
-    sampling = _sampling(request, logprobs, prompt_logprobs)
+    grammar = requested_grammar(request)
+    sampling = replace(_sampling(request, logprobs, prompt_logprobs), grammar=grammar.source if grammar else None)
     num_choices, num_candidates = _num_choices(request, limits)
     beams = _beams(request, sampling, num_candidates)
+    if beams is not None and grammar is not None:
+        raise InvalidInputError(grammar.field, "given", "absent with use_beam_search")
     if beams is not None and request.temperature is None:
         sampling = replace(sampling, temperature=0.0)
     # Out-of-range values are refused before a long prompt is tokenized; max_tokens is judged again with the prompt.
     replace(sampling, max_tokens=max_tokens if max_tokens is not None else limits.max_model_len).validate(limits.vocab_size)
     return GenerationPlan(
         sampling=sampling,
+        grammar=grammar,
         max_tokens=max_tokens,
         is_default_max_tokens=is_default,
         num_choices=num_choices,
