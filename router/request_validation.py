@@ -14,7 +14,7 @@ from core.sampling_params import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
 from router.beam_search import MAX_BEAM_WIDTH, BeamOptions
 from router.chat_validation import MAX_NAME_CHARS, check_messages
 from router.openai_protocol import ChatRequest, CompletionRequest, GenerationRequest
-from router.structured_outputs import RequestedGrammar
+from router.structured_outputs import RequestedGrammar, requested_grammar
 
 DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI API's; chat goes on to the end of the context
 MAX_CACHE_SALT_CHARS = 256
