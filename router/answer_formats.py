@@ -24,14 +24,18 @@ from router.openai_responses import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
+    FunctionCall,
     PromptLogprob,
     PromptLogprobs,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     UnsetType,
     Usage,
 )
 from router.request_validation import GenerationPlan
 from router.tokenizer import Tokenizer
+from router.tool_calls import CallPiece
 
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity
 
@@ -141,7 +145,10 @@ class ChatAnswers:
             choices=[
                 ChatChoice(
                     index=choice.index,
-                    message=AssistantMessage(content=choice.total.text),
+                    message=AssistantMessage(
+                        content=choice.total.text or (None if choice.total.calls else ""),
+                        tool_calls=[whole_call(call) for call in choice.total.calls] or UNSET,
+                    ),
                     logprobs=self._logprobs(choice.total),
                     finish_reason=choice.total.finish_reason,
                     stop_reason=choice.total.stop_reason,
@@ -157,7 +164,8 @@ class ChatAnswers:
             index=choice.index,
             delta=AssistantDelta(
                 role="assistant" if delta.is_first else UNSET,
-                content=delta.text if delta.text or delta.is_first else UNSET,
+                content=delta.text if delta.text or (delta.is_first and not delta.calls) else UNSET,
+                tool_calls=[call_delta(call) for call in delta.calls] or UNSET,
             ),
             logprobs=self._logprobs(delta),
             finish_reason=delta.finish_reason,
@@ -215,6 +223,18 @@ def prompt_logprobs_body(choice: RunningChoice, tokenizer: Tokenizer) -> PromptL
             alternatives.setdefault(str(token_id), PromptLogprob(finite_logprob(logprob), rank, token_text(token_id, tokenizer)))
         body.append(alternatives)
     return body
+
+
+def whole_call(call: CallPiece) -> ToolCall:
+    """A call of a whole answer."""
+    return ToolCall(call.call_id or "", FunctionCall(call.name or "", call.arguments))
+
+
+def call_delta(call: CallPiece) -> ToolCallDelta:
+    """A piece of a call as a chunk has it."""
+    if call.name is None or call.call_id is None:
+        return ToolCallDelta(call.index, FunctionCall(arguments=call.arguments))
+    return ToolCallDelta(call.index, FunctionCall(call.name, call.arguments), call.call_id, "function")
 
 
 def token_text(token_id: int, tokenizer: Tokenizer) -> str:

@@ -15,6 +15,7 @@ from router.flow_actions import Deliver
 from router.openai_responses import PromptTokensDetails, Usage
 from router.request_validation import GenerationPlan
 from router.tokenizer import Tokenizer
+from router.tool_calls import CallPiece, ToolCallReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class ChoiceDelta:
     """What one delivery adds to a choice. stop_reason: the stop string or stop token id that ended it."""
 
     text: str = ""
+    calls: list[CallPiece] = field(default_factory=list)  # to tools: what is in them is not in text
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
@@ -39,7 +41,7 @@ class ChoiceDelta:
     @property
     def is_empty(self) -> bool:
         """True when a stream has nothing to send for it: all its text is held back."""
-        return not (self.text or self.logprobs or self.finish_reason)
+        return not (self.text or self.calls or self.logprobs or self.finish_reason)
 
 
 class RunningChoice:
@@ -67,13 +69,15 @@ class RunningChoice:
         self._text_offset = 0
         self._tokenizer = tokenizer
         self._prompt_text = prompt.text
+        self._reader = ToolCallReader(plan.tool_use) if plan.tool_use is not None else None
+        has_special_marker = plan.tool_use is not None and tokenizer.is_special(plan.tool_use.layout.marker)
         self._detokenizer = Detokenizer(
             tokenizer,
             prompt.token_ids,
             stop=sampling.stop,
             include_stop=plan.include_stop,
             min_tokens=sampling.min_tokens,
-            skip_special_tokens=plan.skip_special_tokens,
+            skip_special_tokens=plan.skip_special_tokens and not has_special_marker,
         )
 
     @property
@@ -99,10 +103,13 @@ class RunningChoice:
             delta.finish_reason = "length" if delivery.finish_reason else None
         else:
             self._take_tokens(delivery, delta)
-        self.total.text += delta.text
         self.total.token_ids += delta.token_ids
         self.total.logprobs += delta.logprobs
         self.total.finish_reason, self.total.stop_reason = delta.finish_reason, delta.stop_reason
+        if self._reader is None:
+            self.total.text += delta.text
+        else:
+            self._read_calls(self._reader, delta)
         return delta
 
     def echo_text(self) -> str:
@@ -116,6 +123,17 @@ class RunningChoice:
         offset = self._text_offset
         self._text_offset += len(token_text)
         return offset
+
+    def _read_calls(self, reader: ToolCallReader, delta: ChoiceDelta) -> None:
+        """Take calls out of a delta's text. What a stream has begun to tell stands; the total knows how it ended."""
+        delta.text, delta.calls = reader.push(delta.text, is_last=delta.finish_reason is not None)
+        if delta.finish_reason is None:
+            return
+        self.total.text, self.total.calls = reader.whole()
+        assert self._plan.tool_use is not None
+        if delta.finish_reason == "stop" and not self._plan.tool_use.is_named:  # whoever forces a function expects "stop"
+            delta.finish_reason = "tool_calls" if reader.has_calls else "stop"
+            self.total.finish_reason = "tool_calls" if self.total.calls else "stop"
 
     def _take_tokens(self, delivery: Deliver, delta: ChoiceDelta) -> None:
         token_ids = delivery.token_ids

@@ -24,7 +24,7 @@ def num_content_chars(message: ChatMessage) -> int:
     content = message.content
     num_chars = 1 + (sum(1 + len(part.text or "") for part in content) if isinstance(content, list) else len(content or ""))
     if message.tool_calls is not None:
-        num_chars += _num_json_bytes(message.tool_calls, "messages.tool_calls")
+        num_chars += num_json_bytes(message.tool_calls, "messages.tool_calls")
     return num_chars + len(message.reasoning_content or "") + len(message.name or "") + len(message.tool_call_id or "")
 
 
@@ -49,26 +49,23 @@ def check_messages(messages: Sequence[ChatMessage], max_model_len: int) -> None:
                 raise InvalidInputError(f"messages[{place}].content[{number}].type", part.type, "text, with its text")
 
 
-def check_tool_calls(messages: Sequence[ChatMessage]) -> None:
-    """Raise InvalidInputError for calls that are nested too deep. Their size was checked before."""
-    for place, message in enumerate(messages):
-        _check_nesting(message.tool_calls, f"messages[{place}].tool_calls")
-
-
 def check_template_kwargs(kwargs: dict[str, object] | None) -> None:
     """Raise InvalidInputError for variables of a chat template that are too large or too deep."""
     if kwargs is None:
         return
-    if (num_bytes := _num_json_bytes(kwargs, "chat_template_kwargs")) > MAX_TEMPLATE_KWARGS_BYTES:
+    if (num_bytes := num_json_bytes(kwargs, "chat_template_kwargs")) > MAX_TEMPLATE_KWARGS_BYTES:
         allowed = f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes as JSON"
         raise InvalidInputError("chat_template_kwargs", f"{num_bytes} bytes", allowed)
-    _check_nesting(kwargs, "chat_template_kwargs")
+    check_nesting(kwargs, "chat_template_kwargs")
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as templates want them: content is one string, text parts joined by line breaks."""
+    """Messages as templates want them: content is one string, text parts joined by line breaks, arguments of calls are objects.
+
+    Raises InvalidInputError for calls that are nested too deep. Their size was checked before.
+    """
     plain = []
-    for message in messages:
+    for place, message in enumerate(messages):
         content = message.content
         if isinstance(content, list):
             content = "\n".join(part.text or "" for part in content)
@@ -76,21 +73,42 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         for name in ("name", "tool_call_id", "tool_calls", "reasoning_content"):
             if (value := getattr(message, name)) is not None:
                 entry[name] = value
+        if message.tool_calls is not None:
+            entry["tool_calls"] = [_with_object(call) for call in message.tool_calls]
+            check_nesting(entry["tool_calls"], f"messages[{place}].tool_calls")
         plain.append(entry)
     return plain
 
 
-def _num_json_bytes(value: object, field: str) -> int:
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """A call with its arguments as an object, where they are one written as text, as the API has them."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"])
+    except (msgspec.DecodeError, UnicodeError):
+        return call
+    except RecursionError:
+        raise _too_deep("messages.tool_calls.function.arguments") from None
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def num_json_bytes(value: object, field: str) -> int:
+    """Size as JSON. Raises InvalidInputError when it is nested too deep for that."""
     try:
         return len(msgspec.json.encode(value))
     except RecursionError:
         raise _too_deep(field) from None
 
 
-def _check_nesting(value: object, field: str) -> None:
-    """Without recursion; looks through all of the value, so that its size must be bounded before."""
+def check_nesting(value: object, field: str, most: int = MAX_NESTING) -> None:
+    """Raise InvalidInputError when more than `most` levels are nested.
+
+    Without recursion; looks through all of the value, so that its size must be bounded before.
+    """
     level: list[object] = [value]
-    for _ in range(MAX_NESTING + 1):
+    for _ in range(most + 1):
         level = [
             inner
             for outer in level
@@ -98,8 +116,8 @@ def _check_nesting(value: object, field: str) -> None:
             if isinstance(inner, dict | list)
         ]
     if level:
-        raise _too_deep(field)
+        raise _too_deep(field, most)
 
 
-def _too_deep(field: str) -> InvalidInputError:
-    return InvalidInputError(field, "deeper", f"at most {MAX_NESTING} levels of nesting")
+def _too_deep(field: str, most: int = MAX_NESTING) -> InvalidInputError:
+    return InvalidInputError(field, "deeper", f"at most {most} levels of nesting")

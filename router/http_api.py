@@ -33,7 +33,7 @@ from router.chat_template import ChatTemplate
 from router.dispatcher import Dispatcher
 from router.generation import GenerationFailedError
 from router.http_cluster import ClusterEndpoints
-from router.http_generation import HTTP_CLIENT_CLOSED, GenerationEndpoints, json_response
+from router.http_generation import HTTP_CLIENT_CLOSED, GenerationEndpoints, json_response, tool_support
 from router.metrics import RouterMetrics
 from router.openai_protocol import DetokenizeRequest, ErrorBody, ErrorResponse, TokenizeRequest, decode_body
 from router.request_validation import ModelLimits, UnknownModelError, check_model_name
@@ -102,7 +102,9 @@ class HttpApi:
         self._metrics = metrics
         self._created = int(time.time())
         self._num_body_bytes = 0  # of requests whose bodies have not arrived whole
-        self._generation = GenerationEndpoints(dispatcher.core, tokenizer, chat_template, self.limits)
+        self._generation = GenerationEndpoints(
+            dispatcher.core, tokenizer, chat_template, self.limits, tool_support(chat_template, options.tool_call_parser)
+        )
         self._cluster = ClusterEndpoints(dispatcher, clock, drain)
         gate = ApiKeyGate(self._routes(), api_keys, metrics, has_salt_per_key=options.cache_salt_per_key)
         self.app: ASGIApp = self._with_request_id(gate)
@@ -180,6 +182,7 @@ class HttpApi:
                 add_generation_prompt=parsed.add_generation_prompt is not False,
                 add_special_tokens=bool(parsed.add_special_tokens),
                 extra=parsed.chat_template_kwargs,
+                tools=parsed.tools,
             )
         strings = None
         if parsed.return_token_strs:

@@ -28,7 +28,6 @@ from router.chat_template import ChatTemplate
 from router.chat_validation import (
     check_messages,
     check_template_kwargs,
-    check_tool_calls,
     num_content_chars,
     template_messages,
 )
@@ -45,6 +44,8 @@ from router.request_validation import (
 )
 from router.router_core import RouterCore
 from router.tokenizer import Tokenizer
+from router.tool_call_parser import guess_format
+from router.tool_calls import ToolSupport, check_tool_definitions
 
 MAX_LONG_TEXTS = 2  # tokenized at a time: each takes a thread, and memory of many times its size
 LONG_CHAT_MESSAGES = 64  # the same for rendering a chat template
@@ -56,13 +57,19 @@ class GenerationEndpoints:
     """Handlers of /v1/completions and /v1/chat/completions."""
 
     def __init__(
-        self, core: RouterCore, tokenizer: Tokenizer, chat_template: ChatTemplate | None, limits: Callable[[], ModelLimits]
+        self,
+        core: RouterCore,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        limits: Callable[[], ModelLimits],
+        tools: ToolSupport,
     ) -> None:
         """limits: asked anew for every request, since the nodes decide them."""
         self._core = core
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._limits = limits
+        self._tools = tools
         self._beam_room = BeamRoom()
         self._long_texts = asyncio.Semaphore(MAX_LONG_TEXTS)
 
@@ -90,12 +97,13 @@ class GenerationEndpoints:
         parsed = decode_body(body, ChatRequest)
         limits = self._limits()
         check_model_name(parsed.model, limits)
-        plan = _kept_apart(plan_chat(parsed, limits), request)
+        plan = _kept_apart(plan_chat(parsed, limits, self._tools), request)
         token_ids = await self.chat_token_ids(
             parsed.messages,
             add_generation_prompt=parsed.add_generation_prompt is not False,
             add_special_tokens=bool(parsed.add_special_tokens),
             extra=parsed.chat_template_kwargs,
+            tools=plan.tool_use.definitions if plan.tool_use is not None else None,
         )
         answers = ChatAnswers(
             f"chatcmpl-{request.state.request_id}", int(time.time()), limits.served_names[0], plan, self._tokenizer
@@ -110,6 +118,7 @@ class GenerationEndpoints:
         add_generation_prompt: bool,
         add_special_tokens: bool,
         extra: dict[str, object] | None,
+        tools: list[dict[str, object]] | None = None,
     ) -> list[int]:
         """Messages through the template to token ids. The template writes special tokens itself. Raises InvalidInputError."""
         limits = self._limits()
@@ -119,12 +128,15 @@ class GenerationEndpoints:
             raise InvalidInputError("messages", "a chat", "prompts at /v1/completions: this model has no chat template")
         num_chars = sum(num_content_chars(message) for message in messages)
         self._check_length(num_chars, "messages")
-        check_tool_calls(messages)
+        if tools:
+            num_chars += check_tool_definitions(tools)
+            self._check_length(num_chars, "tools")
         render = functools.partial(
             self._chat_template.render,
             template_messages(messages),
             add_generation_prompt=add_generation_prompt,
             extra=extra,
+            tools=tools,
         )
         if num_chars < LONG_TEXT_CHARS and len(messages) < LONG_CHAT_MESSAGES:
             text = render()
@@ -206,6 +218,13 @@ class EventStreamResponse(Response):
         finally:
             self._generation.cancel()
             self._watcher.cancel()
+
+
+def tool_support(chat_template: ChatTemplate | None, parser_name: str) -> ToolSupport:
+    """What tools can be used with this template. parser_name: the configured one, or ""."""
+    if chat_template is None or not chat_template.has_tools:
+        return ToolSupport()
+    return ToolSupport(True, parser_name or guess_format(chat_template.source))
 
 
 def _kept_apart(plan: GenerationPlan, request: Request) -> GenerationPlan:

@@ -91,12 +91,37 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct, omit_defaults=True):
+    """A function and its arguments as JSON text; in a stream, what a chunk adds to them."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct):
+    """One call of an answer."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """What a chunk adds to one call. id, type and the function's name come with its first chunk."""
+
+    index: int
+    function: FunctionCall
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class AssistantMessage(msgspec.Struct, kw_only=True):
-    """The answer of a chat choice."""
+    """The answer of a chat choice. content None: it consists of calls."""
 
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class AssistantDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -104,6 +129,7 @@ class AssistantDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

@@ -15,6 +15,7 @@ from router.beam_search import MAX_BEAM_WIDTH, BeamOptions
 from router.chat_validation import MAX_NAME_CHARS, check_messages
 from router.openai_protocol import ChatRequest, CompletionRequest, GenerationRequest
 from router.structured_outputs import RequestedGrammar, requested_grammar
+from router.tool_calls import ToolSupport, ToolUse, plan_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI API's; chat goes on to the end of the context
 MAX_CACHE_SALT_CHARS = 256
@@ -60,6 +61,7 @@ class GenerationPlan:
     num_choices: int
     num_candidates: int
     beams: BeamOptions | None
+    tool_use: ToolUse | None
     seed: int
     priority: int
     cache_salt: str
@@ -108,19 +110,16 @@ def plan_completion(request: CompletionRequest, limits: ModelLimits) -> Generati
     return _plan(request, limits, request.logprobs, prompt_logprobs, DEFAULT_COMPLETION_TOKENS)
 
 
-def plan_chat(request: ChatRequest, limits: ModelLimits) -> GenerationPlan:
+def plan_chat(request: ChatRequest, limits: ModelLimits, tools: ToolSupport = ToolSupport()) -> GenerationPlan:  # noqa: B008
     """Check everything of a chat completion that does not need its prompt."""
     _refuse_given(request, CHAT_NOT_SERVED)
     if request.best_of is not None and not request.use_beam_search and request.best_of != (request.n or 1):
         raise InvalidInputError("best_of", request.best_of, f"absent or equal to n ({request.n or 1}) in a chat")
-    if request.tools and request.tool_choice != "none":
-        raise InvalidInputError(
-            "tools", f"{len(request.tools)} tools", 'none, or tool_choice "none": tools are not supported yet'
-        )
     if request.top_logprobs and not request.logprobs:
         raise InvalidInputError("top_logprobs", request.top_logprobs, "with logprobs true only")
     check_messages(request.messages, limits.max_model_len)
-    return _plan(request, limits, (request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs, None)
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return _plan(request, limits, logprobs, request.prompt_logprobs, None, plan_tools(request, tools))
 
 
 def split_prompts(prompt: str | list[str | int | list[int]], limits: ModelLimits) -> list[str | list[int]]:
@@ -169,6 +168,7 @@ def _plan(
     logprobs: int | None,
     prompt_logprobs: int | None,
     default_max_tokens: int | None,
+    tool_use: ToolUse | None = None,
 ) -> GenerationPlan:
     _refuse_given(request, NOT_SERVED)
     is_stream, options = bool(request.stream), request.stream_options
@@ -183,6 +183,10 @@ def _plan(
     if request.user is not None and len(request.user) > MAX_USER_CHARS:
         raise InvalidInputError("user", f"{len(request.user)} characters", f"at most {MAX_USER_CHARS} characters")
     grammar = requested_grammar(request)
+    if tool_use is not None and tool_use.grammar is not None:
+        if grammar is not None:
+            raise InvalidInputError(grammar.field, "given", "absent with a tool_choice that forces a call")
+        grammar = tool_use.grammar
     sampling = replace(_sampling(request, logprobs, prompt_logprobs), grammar=grammar.source if grammar else None)
     num_choices, num_candidates = _num_choices(request, limits)
     beams = _beams(request, sampling, num_candidates)
@@ -200,6 +204,7 @@ def _plan(
         num_choices=num_choices,
         num_candidates=num_candidates,
         beams=beams,
+        tool_use=tool_use,
         seed=request.seed if request.seed is not None else secrets.randbits(62),
         priority=_priority(request),
         cache_salt=_cache_salt(request),

@@ -61,7 +61,7 @@ async def _serve(config: Config) -> int:
         folder = await asyncio.to_thread(resolve_model, config.model.path)
         tokenizer = await asyncio.to_thread(Tokenizer, folder)
         model = read_served_model(config.model, folder, tokenizer)
-        chat_template = load_chat_template(folder, tokenizer)
+        chat_template = load_chat_template(folder, tokenizer, options.chat_template)
         metrics = RouterMetrics(model.names[0])
         dispatcher = Dispatcher(options, clock, metrics, keys)
         http_port: int = http_socket.getsockname()[1]
