@@ -24,6 +24,7 @@ from router.answers import AnswerFormat, ChatAnswers, ChoiceDelta, CompletionAns
 from router.api_keys import tenant_cache_salt
 from router.chat_template import ChatTemplate
 from router.flow_actions import Deliver, Fail, RequestSpec
+from router.grammar_check import GrammarCheck
 from router.openai_protocol import (
     UNSET,
     ChatMessage,
@@ -172,6 +173,7 @@ class GenerationEndpoints:
         self._chat_template = chat_template
         self._limits = limits
         self._long_texts = asyncio.Semaphore(MAX_LONG_TEXTS)
+        self._grammar_check = GrammarCheck(tokenizer)
 
     async def completions(self, request: Request, body: bytes) -> Response:
         """POST /v1/completions."""
@@ -180,6 +182,7 @@ class GenerationEndpoints:
         limits = self._limits()
         check_model_name(parsed.model, limits)
         plan = _kept_apart(plan_completion(parsed, limits), request)
+        await self._grammar_check.check(plan.grammar)
         parts = split_prompts(parsed.prompt, limits)
         if len(parts) * plan.num_choices > limits.max_choices:
             raise InvalidInputError(
@@ -199,6 +202,7 @@ class GenerationEndpoints:
         limits = self._limits()
         check_model_name(parsed.model, limits)
         plan = _kept_apart(plan_chat(parsed, limits), request)
+        await self._grammar_check.check(plan.grammar)
         token_ids = await self.chat_token_ids(
             parsed.messages,
             add_generation_prompt=parsed.add_generation_prompt is not False,
