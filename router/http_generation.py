@@ -32,6 +32,7 @@ from router.chat_validation import (
     template_messages,
 )
 from router.generation import ClientGoneError, Generation, GenerationFailedError, SampledGeneration
+from router.grammar_check import GrammarCheck
 from router.openai_protocol import ChatMessage, ChatRequest, CompletionRequest, ErrorBody, ErrorResponse, decode_body
 from router.openai_responses import UNSET, UnsetType, Usage
 from router.request_validation import (
@@ -72,6 +73,7 @@ class GenerationEndpoints:
         self._tools = tools
         self._beam_room = BeamRoom()
         self._long_texts = asyncio.Semaphore(MAX_LONG_TEXTS)
+        self._grammar_check = GrammarCheck(tokenizer)
 
     async def completions(self, request: Request, body: bytes) -> Response:
         """POST /v1/completions."""
@@ -80,6 +82,7 @@ class GenerationEndpoints:
         limits = self._limits()
         check_model_name(parsed.model, limits)
         plan = _kept_apart(plan_completion(parsed, limits), request)
+        await self._grammar_check.check(plan.grammar)
         parts = split_prompts(parsed.prompt, limits)
         if len(parts) * plan.num_candidates > limits.max_choices:
             given = f"{len(parts)} prompts x {plan.num_candidates} choices"
@@ -98,6 +101,7 @@ class GenerationEndpoints:
         limits = self._limits()
         check_model_name(parsed.model, limits)
         plan = _kept_apart(plan_chat(parsed, limits, self._tools), request)
+        await self._grammar_check.check(plan.grammar)
         token_ids = await self.chat_token_ids(
             parsed.messages,
             add_generation_prompt=parsed.add_generation_prompt is not False,

@@ -22,6 +22,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Raises ModelLoadError when tokenizer.json is missing or unreadable."""
+        self.folder = folder
         path = folder / "tokenizer.json"
         try:
             text = path.read_text(encoding="utf-8")
