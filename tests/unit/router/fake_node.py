@@ -102,6 +102,7 @@ class FakeNode:
     keys: CurveKeys | None = None
     next_logprobs: Callable[[tuple[int, ...]], list[tuple[int, float]]] | None = None
 
+    script: list[int] = field(default_factory=list)  # what every answer is, instead; its last token ends it
     logprob_by_seed: dict[int, float] = field(default_factory=dict)  # of each token; -0.5 for other seeds
 
     def __post_init__(self) -> None:
@@ -215,7 +216,9 @@ class FakeNode:
         message, place = running.message, running.num_done
         sampling = message.sampling
         logprobs: tuple[TokenLogprob, ...] | None = None
-        if self.next_logprobs is not None:
+        if self.script:
+            token_id = self.script[place]
+        elif self.next_logprobs is not None:
             known = (*message.prompt_token_ids, *message.output_token_ids, *running.output_token_ids)
             ranked = self.next_logprobs(known)
             token_id = ranked[0][0]
@@ -233,7 +236,7 @@ class FakeNode:
                 logprob_of(token, sampling.prompt_logprobs, self.model.vocab_size) for token in message.prompt_token_ids[1:]
             )
         finish_reason = ""
-        if self.stop_after and place + 1 >= self.stop_after:
+        if (self.stop_after and place + 1 >= self.stop_after) or (self.script and place + 1 == len(self.script)):
             finish_reason = "stop"
         elif message.stage == "prefill" or place + 1 >= sampling.max_tokens:
             finish_reason = "length"
