@@ -11,9 +11,9 @@ import httpx
 import openai
 import pytest
 
+from tests.support.tool_templates import HERMES
 from tests.unit.router.fake_node import FakeNode
 from tests.unit.router.running_router import RunningRouter
-from tests.support.tool_templates import HERMES
 
 END = 2  # <|im_end|>
 WEATHER = {
