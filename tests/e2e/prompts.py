@@ -45,6 +45,7 @@ def token_prompts() -> list[list[int]]:
     return prompts
 
 
+@cache
 def transformers_next_logprobs() -> Callable[[tuple[int, ...]], list[tuple[int, float]]]:
     """What transformers says comes next, in float32 from the same weights: all tokens, the likeliest first."""
     model = AutoModelForCausalLM.from_pretrained(resolve_model(MODEL), dtype=torch.float32)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.config import TOOL_CALL_PARSERS
 from router.tool_call_parser import FORMATS, REQUIRED_FORMAT, ToolCallFormat, guess_format
 from router.tool_calls import ToolCallReader, ToolUse
 
@@ -192,6 +193,10 @@ def test_reader_hostile_text_token_by_token_takes_linear_time(name: str, text: s
 
     quarter = min(measure(len(text) // 4) for _ in range(2))
     assert measure(len(text)) < 12 * quarter + 0.2, "four times the text may take about four times the time"
+
+
+def test_formats_are_those_that_the_configuration_knows() -> None:
+    assert tuple(FORMATS) == TOOL_CALL_PARSERS
 
 
 def test_guess_format_by_what_templates_write() -> None:
