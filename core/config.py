@@ -25,6 +25,7 @@ from core.errors import ConfigError
 
 MIB = 1024 * 1024
 DEFAULT_MODEL = "smollm2"
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
 DTYPES = ("bfloat16", "float16", "float32")
 ENVIRONMENT_PREFIX = "KVRELAY_"
 EXIT_USAGE = 2  # of every process whose user made a mistake
@@ -137,6 +138,8 @@ class RouterOptions:
     control_host: where nodes register; beyond loopback only with security.keys. It does not follow host, so that serving HTTP to
     others opens nothing else. api_keys_file: made by `kvrelay keys api`; "" asks clients for no key, and answers administrators'
     questions only on loopback. cache_salt_per_key: clients with different API keys never share cached KV.
+    chat_template: a file in place of the model's own template. tool_call_parser: how the model writes calls to tools (see
+    TOOL_CALL_PARSERS); "" guesses by the template.
     A client has header_timeout_s for a request's line and headers, also when its connection is new and silent, then
     body_timeout_s for the body, and is cut when it takes nothing of its answer for send_timeout_s.
 
@@ -153,6 +156,8 @@ class RouterOptions:
     control_host: str = "127.0.0.1"
     control_port: int = 0
     api_keys_file: str = ""
+    chat_template: str = ""
+    tool_call_parser: str = ""
     cache_salt_per_key: bool = True
     policy: str = "least_loaded"
     max_num_requests: int = 1024
@@ -183,6 +188,12 @@ class RouterOptions:
             *("max_connections", "max_header_bytes"),
         ):
             _check(getattr(self, name) >= 1, f"router.{name}", getattr(self, name), "1 or more")
+        _check(
+            self.tool_call_parser in ("", *TOOL_CALL_PARSERS),
+            "router.tool_call_parser",
+            self.tool_call_parser,
+            f"one of {', '.join(TOOL_CALL_PARSERS)}, or none to guess by the chat template",
+        )
         _check(self.drain_timeout_s >= 0, "router.drain_timeout_s", self.drain_timeout_s, "0 (hand over at once) or more")
         for name in (
             "request_timeout_s",
@@ -272,6 +283,8 @@ SHORT_FLAGS = {
     "--control-host": "router.control_host",
     "--control-port": "router.control_port",
     "--api-keys-file": "router.api_keys_file",
+    "--chat-template": "router.chat_template",
+    "--tool-call-parser": "router.tool_call_parser",
     "--keys": "security.keys",
     "--router": "node.router",
     "--node-id": "node.node_id",

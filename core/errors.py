@@ -64,6 +64,10 @@ class WireError(KVRelayError):
     """A peer sent bytes that are no message of this protocol version."""
 
 
+class GrammarLimitError(KVRelayError):
+    """Following a request's grammar takes more time or memory than one request may have."""
+
+
 class OverloadedError(KVRelayError):
     """A bounded queue is full. `retry_after_s` (seconds) is when trying again makes sense."""
 

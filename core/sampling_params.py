@@ -15,7 +15,26 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS_ENTRIES = 1024
+GRAMMAR_KINDS = ("json_schema", "regex", "choice", "grammar")
+MAX_GRAMMAR_CHARS = 64 * 1024
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature only amplifies rounding: such requests are greedy
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """What a request's output must look like, as text: a JSON schema, a regular expression that all of the output matches, a
+    JSON list of strings of which it is one, or a grammar in Lark's or GBNF's syntax.
+    """
+
+    kind: str
+    text: str
+
+    def validate(self) -> None:
+        """Raise InvalidInputError for an unknown kind or a text that is too long; whether it compiles is not known here."""
+        if self.kind not in GRAMMAR_KINDS:
+            raise InvalidInputError("grammar.kind", self.kind, f"one of {', '.join(GRAMMAR_KINDS)}")
+        if len(self.text) > MAX_GRAMMAR_CHARS:
+            raise InvalidInputError("grammar", f"{len(self.text)} characters", f"at most {MAX_GRAMMAR_CHARS} characters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +44,7 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 switch the filter off. `seed` is always set when a request
     reaches a node (the router draws one when the client gave none), so that a moved request goes on as it began.
     `logprobs` / `prompt_logprobs` count the alternatives wanted per token (0: the token's own only; None: none).
-    `stop` is applied by the router on text; nodes look at token ids alone.
+    `stop` is applied by the router on text; nodes look at token ids alone. `grammar` forbids every token that leaves it.
     """
 
     temperature: float = 1.0
@@ -44,6 +63,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: GrammarSource | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -86,6 +106,8 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check_int("logit_bias", token_id, 0, vocab_size - 1)
             _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        if self.grammar is not None:
+            self.grammar.validate()
 
 
 def _check_range(name: str, value: float, low: float, high: float, *, low_is_open: bool = False) -> None:

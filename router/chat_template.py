@@ -24,16 +24,20 @@ RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "bo
 class ChatTemplate:
     """A compiled template. Rendering is pure; user text is data in it, never template source."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises ModelLoadError when the source is no template."""
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tools_source: str = "") -> None:
+        """tools_source: a template of its own for chats with tools. Raises ModelLoadError when a source is no template."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self.source = tools_source or source
         try:
             self._template = environment.from_string(source)
+            self._tools_template = environment.from_string(self.source)
+            names = environment.parse(self.source).find_all(nodes.Name)
+            self.has_tools = any(name.name == "tools" and name.ctx == "load" for name in names)  # it can show tools
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"chat template: {error}") from error
         self._special_tokens = dict(special_tokens)
@@ -44,16 +48,20 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt's text. `extra`: variables of this template, e.g. enable_thinking. Raises InvalidInputError."""
+        """The prompt's text. Raises InvalidInputError.
+
+        tools: definitions, for a template that has_tools. extra: variables of this template, e.g. enable_thinking.
+        """
         for name in extra or ():
             if name in RESERVED_NAMES:
                 raise InvalidInputError("chat_template_kwargs", name, f"names other than {', '.join(RESERVED_NAMES)}")
         try:
-            return self._template.render(
+            return (self._tools_template if tools else self._template).render(
                 **{
                     **self._special_tokens,
-                    "tools": None,
+                    "tools": tools,
                     "documents": None,
                     **(extra or {}),
                     "messages": messages,
@@ -66,20 +74,22 @@ class ChatTemplate:
             ) from error
 
 
-def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template of a model folder: chat_template.jinja, else tokenizer_config.json's; None for a model without one."""
-    path = folder / TEMPLATE_FILE
+def load_chat_template(folder: Path, tokenizer: Tokenizer, file: str = "") -> ChatTemplate | None:
+    """A file's, else that of a model folder: chat_template.jinja, else tokenizer_config.json's; None for a model without one."""
+    path = Path(file) if file else folder / TEMPLATE_FILE
     source: Any = tokenizer.config.get("chat_template")
-    if path.is_file():
+    tools_source: Any = ""
+    if file or path.is_file():
         try:
             source = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelLoadError(f"{path}: {error}") from error
     if isinstance(source, list):  # several named ones
-        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+        by_name = {entry.get("name"): entry.get("template") for entry in source}
+        source, tools_source = by_name.get("default"), by_name.get("tool_use") or ""
     if not isinstance(source, str):
         return None
-    return ChatTemplate(source, tokenizer.special_tokens())
+    return ChatTemplate(source, tokenizer.special_tokens(), str(tools_source))
 
 
 def _to_json(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from core.sampling_params import SamplingParams
 from core.step import TokenLogprob
 from core.wire.messages import Generate
+from router.policy import Siblings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +20,8 @@ class RequestSpec:
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    siblings: Siblings | None = None  # that share its prompt
+    time_left_s: float = math.inf  # on arrival, of the request that it is part of; options.request_timeout_s holds as well
     client_request_id: str = ""  # what the client calls it: shown to people, never an identity
 
 

@@ -26,13 +26,14 @@ from core.clock import Clock
 from core.config import RouterOptions
 from core.errors import InvalidInputError, OverloadedError
 from core.wire.messages import ModelInfo
-from router.answers import token_text
+from router.answer_formats import token_text
 from router.api_key_file import ApiKeyFile
 from router.api_keys import ApiKeyGate
 from router.chat_template import ChatTemplate
 from router.dispatcher import Dispatcher
+from router.generation import GenerationFailedError
 from router.http_cluster import ClusterEndpoints
-from router.http_generation import HTTP_CLIENT_CLOSED, GenerationEndpoints, GenerationFailedError, json_response
+from router.http_generation import HTTP_CLIENT_CLOSED, GenerationEndpoints, json_response, tool_support
 from router.metrics import RouterMetrics
 from router.openai_protocol import DetokenizeRequest, ErrorBody, ErrorResponse, TokenizeRequest, decode_body
 from router.request_validation import ModelLimits, UnknownModelError, check_model_name
@@ -69,6 +70,7 @@ class ServedModel:
     names: tuple[str, ...]
     max_model_len: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
 
 
 Handler = Callable[[Request, bytes], Awaitable[Response]]
@@ -100,7 +102,9 @@ class HttpApi:
         self._metrics = metrics
         self._created = int(time.time())
         self._num_body_bytes = 0  # of requests whose bodies have not arrived whole
-        self._generation = GenerationEndpoints(dispatcher.core, tokenizer, chat_template, self.limits)
+        self._generation = GenerationEndpoints(
+            dispatcher.core, tokenizer, chat_template, self.limits, tool_support(chat_template, options.tool_call_parser)
+        )
         self._cluster = ClusterEndpoints(dispatcher, clock, drain)
         gate = ApiKeyGate(self._routes(), api_keys, metrics, has_salt_per_key=options.cache_salt_per_key)
         self.app: ASGIApp = self._with_request_id(gate)
@@ -108,7 +112,8 @@ class HttpApi:
     def limits(self) -> ModelLimits:
         """What requests are checked against: the nodes' word once there was one, else the model folder's."""
         served: ServedModel | ModelInfo = self._dispatcher.core.registry.model or self._model
-        return ModelLimits(self._model.names, served.max_model_len, served.vocab_size, self._options.max_choices)
+        options, eos_token_ids = self._options, self._model.eos_token_ids
+        return ModelLimits(self._model.names, served.max_model_len, served.vocab_size, options.max_choices, eos_token_ids)
 
     # -- endpoints -----------------------------------------------------------------------------------------------------
     async def models(self, _request: Request) -> Response:
@@ -177,6 +182,7 @@ class HttpApi:
                 add_generation_prompt=parsed.add_generation_prompt is not False,
                 add_special_tokens=bool(parsed.add_special_tokens),
                 extra=parsed.chat_template_kwargs,
+                tools=parsed.tools,
             )
         strings = None
         if parsed.return_token_strs:

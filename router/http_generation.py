@@ -1,6 +1,6 @@
-"""The two generation endpoints: a request's flows are submitted together, and their deliveries become one answer or one stream.
+"""The two generation endpoints: prompts become a Generation, and what it yields becomes one answer or one stream.
 
-Checks are in request_validation.py, bodies in answers.py. Everything runs on the event loop, except that long texts
+Checks are in request_validation.py, bodies in answer_formats.py. Everything runs on the event loop, except that long texts
 are tokenized in a thread.
 """
 
@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 from starlette.background import BackgroundTask
@@ -19,38 +19,34 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from core.errors import InvalidInputError, RequestFailedError
-from router.answers import AnswerFormat, ChatAnswers, ChoiceDelta, CompletionAnswers, RunningChoice, sum_usage
+from core.errors import InvalidInputError
+from router.answer_formats import AnswerFormat, ChatAnswers, CompletionAnswers
+from router.answers import ChoiceDelta, Prompt, RunningChoice
 from router.api_keys import tenant_cache_salt
+from router.beam_generation import BeamGeneration, BeamRoom
 from router.chat_template import ChatTemplate
-from router.flow_actions import Deliver, Fail, RequestSpec
-from router.openai_protocol import (
-    UNSET,
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    ErrorBody,
-    ErrorResponse,
-    UnsetType,
-    Usage,
-    decode_body,
+from router.chat_validation import (
+    check_messages,
+    check_template_kwargs,
+    num_content_chars,
+    template_messages,
 )
+from router.generation import ClientGoneError, Generation, GenerationFailedError, SampledGeneration
+from router.grammar_check import GrammarCheck
+from router.openai_protocol import ChatMessage, ChatRequest, CompletionRequest, ErrorBody, ErrorResponse, decode_body
+from router.openai_responses import UNSET, UnsetType, Usage
 from router.request_validation import (
     GenerationPlan,
     ModelLimits,
-    check_messages,
     check_model_name,
-    check_prompt_token_ids,
-    check_template_kwargs,
-    check_tool_calls,
-    num_content_chars,
     plan_chat,
     plan_completion,
     split_prompts,
-    template_messages,
 )
 from router.router_core import RouterCore
 from router.tokenizer import Tokenizer
+from router.tool_call_parser import guess_format
+from router.tool_calls import ToolSupport, check_tool_definitions
 
 MAX_LONG_TEXTS = 2  # tokenized at a time: each takes a thread, and memory of many times its size
 LONG_CHAT_MESSAGES = 64  # the same for rendering a chat template
@@ -58,120 +54,26 @@ LONG_TEXT_CHARS = 4096  # from here on tokenizing takes longer than a thread's h
 HTTP_CLIENT_CLOSED = 499  # seen by nobody: the client is gone
 
 
-class GenerationFailedError(RequestFailedError):
-    """A flow ended in Fail; carries what the HTTP answer needs."""
-
-    def __init__(self, request_id: str, fail: Fail) -> None:
-        super().__init__(request_id, fail.kind, fail.message)
-        self.http_status = fail.http_status
-        self.retry_after_s = fail.retry_after_s
-
-
-class ClientGoneError(RequestFailedError):
-    """The client closed its connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt. text None: the client sent token ids."""
-
-    token_ids: list[int]
-    text: str | None
-
-
-class Generation:
-    """All flows of one HTTP request. Deliveries wait in one queue, bounded by choices x max_tokens."""
+class GenerationEndpoints:
+    """Handlers of /v1/completions and /v1/chat/completions."""
 
     def __init__(
         self,
         core: RouterCore,
         tokenizer: Tokenizer,
-        limits: ModelLimits,
-        plan: GenerationPlan,
-        prompts: Sequence[Prompt],
-        client_request_id: str,
-    ) -> None:
-        """Raises InvalidInputError when the prompts do not fit, OverloadedError when there is no room; nothing runs yet."""
-        self.plan = plan
-        self.choices: list[RunningChoice] = []
-        self._core = core
-        self._queue: asyncio.Queue[tuple[RunningChoice, Deliver | Fail] | None] = asyncio.Queue()
-        self._specs: list[RequestSpec] = []
-        num_choices = len(prompts) * plan.num_choices
-        if num_choices > limits.max_choices:
-            raise InvalidInputError("n", f"{len(prompts)} prompts x {plan.num_choices}", f"at most {limits.max_choices} choices")
-        for prompt in prompts:
-            check_prompt_token_ids(prompt.token_ids, limits.vocab_size)
-            for place in range(plan.num_choices):
-                sampling = plan.sampling_for(len(prompt.token_ids), place, limits)
-                request_id = core.new_request_id()
-                self._specs.append(
-                    RequestSpec(
-                        request_id=request_id,
-                        prompt_token_ids=prompt.token_ids,
-                        sampling=sampling,
-                        priority=plan.priority,
-                        cache_salt=plan.cache_salt,
-                        client_request_id=client_request_id,
-                    )
-                )
-                self.choices.append(
-                    RunningChoice(len(self.choices), request_id, prompt.token_ids, prompt.text, sampling, plan, tokenizer)
-                )
-        core.check_room(num_choices)
-
-    def submit(self) -> None:
-        """Start all flows."""
-        for spec, choice in zip(self._specs, self.choices, strict=True):
-            self._core.submit(spec, self._sink(choice))
-
-    def client_is_gone(self) -> None:
-        """Make `deltas` raise ClientGoneError once it has handed out what is there."""
-        self._queue.put_nowait(None)
-
-    def cancel(self) -> None:
-        """End what has not ended. Safe to repeat."""
-        for choice in self.choices:
-            self._core.cancel(choice.request_id, "abort")
-
-    async def deltas(self) -> AsyncIterator[tuple[RunningChoice, ChoiceDelta]]:
-        """What the choices grow by, until all are finished. Raises GenerationFailedError or ClientGoneError."""
-        num_unfinished = len(self.choices)
-        while num_unfinished:
-            item = await self._queue.get()
-            if item is None:
-                raise ClientGoneError(self._specs[0].request_id, "client_gone", "the client closed its connection")
-            choice, event = item
-            if choice.is_finished:
-                continue  # tokens that were under way when a stop string was found
-            if isinstance(event, Fail):
-                raise GenerationFailedError(choice.request_id, event)
-            delta = choice.take(event)
-            if delta.finish_reason is not None:
-                num_unfinished -= 1
-                self._core.cancel(choice.request_id, delta.finish_reason)  # it still runs when a stop string ended it
-            yield choice, delta
-
-    def usage(self) -> Usage:
-        """Tokens so far."""
-        return sum_usage(self.choices, self.plan.num_choices)
-
-    def _sink(self, choice: RunningChoice) -> Callable[[Deliver | Fail], None]:
-        return lambda event: self._queue.put_nowait((choice, event))
-
-
-class GenerationEndpoints:
-    """Handlers of /v1/completions and /v1/chat/completions."""
-
-    def __init__(
-        self, core: RouterCore, tokenizer: Tokenizer, chat_template: ChatTemplate | None, limits: Callable[[], ModelLimits]
+        chat_template: ChatTemplate | None,
+        limits: Callable[[], ModelLimits],
+        tools: ToolSupport,
     ) -> None:
         """limits: asked anew for every request, since the nodes decide them."""
         self._core = core
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._limits = limits
+        self._tools = tools
+        self._beam_room = BeamRoom()
         self._long_texts = asyncio.Semaphore(MAX_LONG_TEXTS)
+        self._grammar_check = GrammarCheck(tokenizer)
 
     async def completions(self, request: Request, body: bytes) -> Response:
         """POST /v1/completions."""
@@ -180,16 +82,16 @@ class GenerationEndpoints:
         limits = self._limits()
         check_model_name(parsed.model, limits)
         plan = _kept_apart(plan_completion(parsed, limits), request)
+        await self._grammar_check.check(plan.grammar)
         parts = split_prompts(parsed.prompt, limits)
-        if len(parts) * plan.num_choices > limits.max_choices:
-            raise InvalidInputError(
-                "prompt", f"{len(parts)} prompts x n {plan.num_choices}", f"at most {limits.max_choices} choices"
-            )
+        if len(parts) * plan.num_candidates > limits.max_choices:
+            given = f"{len(parts)} prompts x {plan.num_candidates} choices"
+            raise InvalidInputError("prompt", given, f"at most {limits.max_choices} choices")
         prompts = [await self._prompt(part, parsed.add_special_tokens is not False) for part in parts]
         answers = CompletionAnswers(
             f"cmpl-{request.state.request_id}", int(time.time()), limits.served_names[0], plan, self._tokenizer
         )
-        generation = Generation(self._core, self._tokenizer, limits, plan, prompts, request.state.request_id)
+        generation = self._generation(limits, plan, prompts, request.state.request_id)
         return await self._answer(request, generation, answers)
 
     async def chat_completions(self, request: Request, body: bytes) -> Response:
@@ -198,17 +100,19 @@ class GenerationEndpoints:
         parsed = decode_body(body, ChatRequest)
         limits = self._limits()
         check_model_name(parsed.model, limits)
-        plan = _kept_apart(plan_chat(parsed, limits), request)
+        plan = _kept_apart(plan_chat(parsed, limits, self._tools), request)
+        await self._grammar_check.check(plan.grammar)
         token_ids = await self.chat_token_ids(
             parsed.messages,
             add_generation_prompt=parsed.add_generation_prompt is not False,
             add_special_tokens=bool(parsed.add_special_tokens),
             extra=parsed.chat_template_kwargs,
+            tools=plan.tool_use.definitions if plan.tool_use is not None else None,
         )
         answers = ChatAnswers(
             f"chatcmpl-{request.state.request_id}", int(time.time()), limits.served_names[0], plan, self._tokenizer
         )
-        generation = Generation(self._core, self._tokenizer, limits, plan, [Prompt(token_ids, None)], request.state.request_id)
+        generation = self._generation(limits, plan, [Prompt(token_ids, None)], request.state.request_id)
         return await self._answer(request, generation, answers)
 
     async def chat_token_ids(
@@ -218,6 +122,7 @@ class GenerationEndpoints:
         add_generation_prompt: bool,
         add_special_tokens: bool,
         extra: dict[str, object] | None,
+        tools: list[dict[str, object]] | None = None,
     ) -> list[int]:
         """Messages through the template to token ids. The template writes special tokens itself. Raises InvalidInputError."""
         limits = self._limits()
@@ -227,12 +132,15 @@ class GenerationEndpoints:
             raise InvalidInputError("messages", "a chat", "prompts at /v1/completions: this model has no chat template")
         num_chars = sum(num_content_chars(message) for message in messages)
         self._check_length(num_chars, "messages")
-        check_tool_calls(messages)
+        if tools:
+            num_chars += check_tool_definitions(tools)
+            self._check_length(num_chars, "tools")
         render = functools.partial(
             self._chat_template.render,
             template_messages(messages),
             add_generation_prompt=add_generation_prompt,
             extra=extra,
+            tools=tools,
         )
         if num_chars < LONG_TEXT_CHARS and len(messages) < LONG_CHAT_MESSAGES:
             text = render()
@@ -262,6 +170,11 @@ class GenerationEndpoints:
             return Prompt(part, None)
         return Prompt(await self.encode(part, add_special_tokens), part)
 
+    def _generation(self, limits: ModelLimits, plan: GenerationPlan, prompts: list[Prompt], client_request_id: str) -> Generation:
+        if plan.beams is None:
+            return SampledGeneration(self._core, self._tokenizer, limits, plan, prompts, client_request_id)
+        return BeamGeneration(self._core, self._tokenizer, limits, plan, plan.beams, prompts, self._beam_room, client_request_id)
+
     async def _answer(self, request: Request, generation: Generation, answers: AnswerFormat) -> Response:
         watcher = asyncio.create_task(_watch_client(request, generation))
         is_handed_over = False
@@ -271,7 +184,7 @@ class GenerationEndpoints:
             if not generation.plan.is_stream:
                 async for _ in deltas:
                     pass
-                return json_response(answers.whole(generation.choices, generation.usage()))
+                return json_response(answers.whole(generation.answered_choices(), generation.usage()))
             # The status line waits for the first delivery, so that a request which fails before it gets a real error status.
             first = await anext(deltas)
             is_handed_over = True
@@ -309,6 +222,13 @@ class EventStreamResponse(Response):
         finally:
             self._generation.cancel()
             self._watcher.cancel()
+
+
+def tool_support(chat_template: ChatTemplate | None, parser_name: str) -> ToolSupport:
+    """What tools can be used with this template. parser_name: the configured one, or ""."""
+    if chat_template is None or not chat_template.has_tools:
+        return ToolSupport()
+    return ToolSupport(True, parser_name or guess_format(chat_template.source))
 
 
 def _kept_apart(plan: GenerationPlan, request: Request) -> GenerationPlan:

@@ -1,7 +1,7 @@
-"""The OpenAI API's bodies as typed structs: what clients send to the two generation endpoints, and what they get.
+"""The OpenAI API's bodies as typed structs: what clients send to the two generation endpoints, and errors.
 
-Only shapes live here. request_validation.py judges values, answers.py fills the responses. Fields that this server does
-not know are ignored, as OpenAI-compatible servers do; fields that it knows and cannot honour are refused.
+Only shapes live here; those of answers are in openai_responses.py. request_validation.py judges values. Fields that this
+server does not know are ignored, as OpenAI-compatible servers do; fields that it knows and cannot honour are refused.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import msgspec
 from core.errors import InvalidInputError, NotRepresentable
 
 MAX_SEARCHED_BYTES = 256 * 1024  # a body whose wrong value is looked for, to show it: that takes longer than decoding
-UNSET = msgspec.UNSET
-UnsetType = msgspec.UnsetType
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -26,10 +24,30 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """The schema of a response_format, as the client wrote it. It is always kept to, whatever `strict` says."""
+
+    schema: msgspec.Raw = msgspec.Raw()
+    name: str | None = None
+    strict: bool | None = None
+
+
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """Only {"type": "text"} is served."""
+    """type: text, json_object, or json_schema with its json_schema."""
 
     type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """What the output must look like: exactly one of the first five. json: a schema, or its text."""
+
+    json: msgspec.Raw = msgspec.Raw()
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -57,6 +75,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     echo: bool | None = None
     n: int | None = None
     best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
@@ -64,15 +84,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     user: str | None = None
-    # Known and not served: refused when they ask for something.
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = msgspec.Raw()  # structured_outputs.json and so on, as vLLM once named them
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    # Known and not served: refused when they ask for something.
     suffix: Any = None
-    use_beam_search: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -108,8 +127,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     # Known and not served.
     continue_final_message: bool | None = None
     chat_template: str | None = None
@@ -126,6 +146,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 
@@ -144,152 +165,7 @@ class CachedRequest(msgspec.Struct, kw_only=True):
     ]
 
 
-# -- responses ---------------------------------------------------------------------------------------------------------
-class PromptTokensDetails(msgspec.Struct):
-    """How many prompt tokens were not computed, because a cache or store had them."""
-
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct):
-    """Tokens of all choices; a prompt counts once however many choices it has."""
-
-    prompt_tokens: int
-    total_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class PromptLogprob(msgspec.Struct):
-    """One alternative at a prompt position, keyed by its token id in the response."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
-
-
-class CompletionLogprobs(msgspec.Struct):
-    """Parallel lists over tokens; the first prompt token of an echo has no logprob."""
-
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] = []
-    text_offset: list[int] = []
-
-
-class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One choice, whole or as a chunk of a stream."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class CompletionResponse(msgspec.Struct, kw_only=True):
-    """Body of a completion, and of each chunk of a streamed one."""
-
-    id: str
-    object: str = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
-
-
-class TopLogprob(msgspec.Struct):
-    """One alternative of a chat token."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatTokenLogprob(msgspec.Struct):
-    """One chat token with its alternatives."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    """Logprobs of a chat choice."""
-
-    content: list[ChatTokenLogprob]
-    refusal: None = None
-
-
-class AssistantMessage(msgspec.Struct, kw_only=True):
-    """The answer of a chat choice."""
-
-    role: str = "assistant"
-    content: str
-    refusal: None = None
-
-
-class AssistantDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a chunk adds to the answer."""
-
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class ChatChoice(msgspec.Struct, kw_only=True):
-    """One choice of a whole chat completion."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """One choice of a chunk."""
-
-    index: int
-    delta: AssistantDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatResponse(msgspec.Struct, kw_only=True):
-    """Body of a chat completion."""
-
-    id: str
-    object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage | UnsetType | None = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatChunk(msgspec.Struct, kw_only=True):
-    """One event of a streamed chat completion."""
-
-    id: str
-    object: str = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
+# -- errors ------------------------------------------------------------------------------------------------------------
 class ErrorBody(msgspec.Struct):
     """OpenAI's description of an error. param: the field that is wrong; code: the HTTP status."""
 

@@ -6,7 +6,7 @@ A new policy is a function with the signature of RoutingPolicy and one line in P
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.config import RouterOptions
 from core.errors import ConfigError
@@ -62,6 +62,17 @@ class Placement:
     reason: str = ""
 
 
+@dataclass(slots=True)
+class Siblings:
+    """Requests that share a prompt: choices of one prompt, beams of one search. Their specs hold the same object; Placer writes.
+
+    They go where the last of them went, so that one computes (or loads) the prompt and the others hit it, also while it is at it,
+    and a batch reads the prompt's KV once. Only a node without a free slot sends the next ones elsewhere.
+    """
+
+    node_id_by_role: dict[str, str] = field(default_factory=dict)
+
+
 class Placer:
     """Applies one policy to the registry's nodes; its only own state is how many decisions were made per role."""
 
@@ -78,7 +89,7 @@ class Placer:
         """True when some decode node may get new requests."""
         return self._registry.has_candidate("decode")
 
-    def place_prefill(self, num_tokens: int) -> Placement:
+    def place_prefill(self, num_tokens: int, siblings: Siblings | None = None) -> Placement:
         """A prefill node, or an empty node_id and the reason for which the decode node does it."""
         model = self._registry.model
         reason = local_prefill_reason(
@@ -87,11 +98,15 @@ class Placer:
             model.block_size if model else 0,
             self._local_prefill_max_tokens,
         )
+        if not reason and siblings is not None and "decode" in siblings.node_id_by_role:
+            reason = "sibling"  # has brought the prompt to a decode node
         if reason:
             return Placement("", reason)
-        return Placement(self._pick("prefill", self._registry.candidates("prefill")), "prefill")
+        return Placement(self._pick("prefill", self._registry.candidates("prefill"), (), siblings), "prefill")
 
-    def place_decode(self, avoided_node_ids: Collection[str] = (), *, is_suspect: bool = False) -> Placement:
+    def place_decode(
+        self, avoided_node_ids: Collection[str] = (), *, is_suspect: bool = False, siblings: Siblings | None = None
+    ) -> Placement:
         """A decode node, one that is not avoided if there is any. Empty node_id: none may take it now, for `reason`.
 
         is_suspect: nodes have died with this request, one more and it is given up. Such a request shares a node with no other
@@ -106,10 +121,20 @@ class Placer:
             nodes = [node for node in nodes if not node.has_suspect]
             if not nodes:
                 return Placement("", "other_suspect")
-        return Placement(self._pick("decode", nodes, avoided_node_ids))
+        return Placement(self._pick("decode", nodes, avoided_node_ids, siblings))
 
-    def _pick(self, role: str, nodes: Sequence[NodeSnapshot], avoided_node_ids: Collection[str] = ()) -> str:
+    def _pick(
+        self, role: str, nodes: Sequence[NodeSnapshot], avoided_node_ids: Collection[str], siblings: Siblings | None
+    ) -> str:
         preferred = [node for node in nodes if node.node_id not in avoided_node_ids]
+        if siblings is not None:
+            home = siblings.node_id_by_role.get(role)
+            for node in preferred:
+                if node.node_id == home and node.num_in_flight < node.max_num_seqs:
+                    return home
         turn = self._num_decisions[role]
         self._num_decisions[role] += 1
-        return self._policy(preferred or nodes, turn).node_id
+        node_id = self._policy(preferred or nodes, turn).node_id
+        if siblings is not None:
+            siblings.node_id_by_role[role] = node_id
+        return node_id

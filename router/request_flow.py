@@ -18,6 +18,7 @@ from core.step import TokenLogprob
 from core.wire.messages import Generate, RequestUpdate
 from router.flow_actions import Action, Count, Deliver, Dispatch, Fail, Release, RequestSpec
 from router.policy import Placer
+from router.update_check import update_problem
 
 RETRY_BACKOFF_S = 0.05
 MAX_RETRY_BACKOFF_S = 1.0
@@ -177,7 +178,7 @@ class RequestFlow:
     @property
     def deadline_s(self) -> float:
         """When the request must have ended."""
-        return self.arrival_s + self.options.request_timeout_s
+        return self.arrival_s + min(self.options.request_timeout_s, self.spec.time_left_s)
 
     @property
     def next_deadline_s(self) -> float:
@@ -253,7 +254,7 @@ class RequestFlow:
     def _place(self, now_s: float) -> list[Action]:
         if self._has_tried_prefill or self.output_token_ids or not self.placer.has_decode_node():
             return self._place_decode("retry" if self.num_dispatches else "local_prefill", now_s)
-        placement = self.placer.place_prefill(len(self.spec.prompt_token_ids))
+        placement = self.placer.place_prefill(len(self.spec.prompt_token_ids), self.spec.siblings)
         self._has_tried_prefill = True
         if not placement.node_id:
             return [Count("local_prefill", placement.reason), *self._place_decode("local_prefill", now_s)]
@@ -262,7 +263,7 @@ class RequestFlow:
         return [self._dispatch(placement.node_id, "prefill", "prefill", now_s)]
 
     def _place_decode(self, reason: str, now_s: float) -> list[Action]:
-        placement = self.placer.place_decode(self._faulty_node_ids, is_suspect=self.is_suspect)
+        placement = self.placer.place_decode(self._faulty_node_ids, is_suspect=self.is_suspect, siblings=self.spec.siblings)
         if not placement.node_id:
             return self._wait_for_node(placement.reason, now_s)
         if placement.node_id in self._faulty_node_ids and not self._retry_at_s:
@@ -367,20 +368,3 @@ class RequestFlow:
 
     def _with_last_fault(self, what: str) -> str:
         return f"{what}; last fault: {self._last_fault}" if self._last_fault else what
-
-
-def update_problem(update: RequestUpdate, vocab_size: int, num_known_tokens: int) -> str:
-    """What cannot be true of an update, in words; empty when there is nothing. num_known_tokens: prompt and output so far."""
-    if any(not 0 <= token_id < vocab_size for token_id in update.token_ids):
-        return f"a token id outside the vocabulary of {vocab_size}"
-    if update.logprobs is not None and [entry.token_id for entry in update.logprobs] != list(update.token_ids):
-        return "log-probabilities of other tokens than its own"
-    for entries in (update.logprobs, update.prompt_logprobs):
-        for entry in entries or ():
-            if not all(0 <= token_id < vocab_size for token_id in (entry.token_id, *(top_id for top_id, _ in entry.top))):
-                return f"a log-probability of a token outside the vocabulary of {vocab_size}"
-    if update.first_index < 0:
-        return f"first_index {update.first_index}"
-    if not 0 <= update.num_cached_tokens <= num_known_tokens:
-        return f"num_cached_tokens {update.num_cached_tokens} of {num_known_tokens}"
-    return ""

@@ -8,23 +8,25 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import msgspec
 
 from core.errors import InvalidInputError, KVRelayError
 from core.sampling_params import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
-from router.openai_protocol import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
+from router.beam_search import MAX_BEAM_WIDTH, BeamOptions
+from router.chat_validation import MAX_NAME_CHARS, check_messages
+from router.openai_protocol import ChatRequest, CompletionRequest, GenerationRequest
+from router.structured_outputs import RequestedGrammar, requested_grammar
+from router.tool_calls import ToolSupport, ToolUse, plan_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI API's; chat goes on to the end of the context
-ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_CACHE_SALT_CHARS = 256
 MAX_USER_CHARS = 1024
-MAX_NAME_CHARS = 256
-MAX_TEMPLATE_KWARGS_BYTES = 16 * 1024
-MAX_NESTING = 16  # of what a chat template is given
+MAX_LENGTH_PENALTY = 10.0  # as an exponent of a length: more would overflow
 PRIORITY_RANGE = (-(2**31), 2**31 - 1)
-NOT_SERVED = ("suffix", "use_beam_search", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+NOT_SERVED = ("suffix",)
+NOT_WITH_BEAMS = (  # what a search ranks is the model's own distribution
+    *("top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "prompt_logprobs", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 CHAT_NOT_SERVED = ("continue_final_message", "chat_template", "functions", "audio", "echo")
 
 
@@ -40,6 +42,7 @@ class ModelLimits:
     max_model_len: int
     vocab_size: int
     max_choices: int
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +50,18 @@ class GenerationPlan:
     """A checked request: which sequences to run and how to answer. sampling has no seed and no max_tokens of its own yet.
 
     max_tokens None: the rest of the context. echo_only: an echo with max_tokens 0, which samples a token and drops it.
+    num_choices per prompt are answered, the best of num_candidates; with beams those are the width of the search.
+    grammar: sampling's, with the field that asked for it; whether it compiles is not checked yet.
     """
 
     sampling: SamplingParams
+    grammar: RequestedGrammar | None
     max_tokens: int | None
     is_default_max_tokens: bool
     num_choices: int
+    num_candidates: int
+    beams: BeamOptions | None
+    tool_use: ToolUse | None
     seed: int
     priority: int
     cache_salt: str
@@ -80,6 +89,8 @@ class GenerationPlan:
                 f"at most {room}: the context is {limits.max_model_len} tokens and the prompt has {num_prompt_tokens}",
             )
         sampling = replace(self.sampling, max_tokens=max_tokens, seed=_wrap_seed(self.seed + choice))
+        if self.num_candidates > self.num_choices and sampling.logprobs is None:
+            sampling = replace(sampling, logprobs=0)  # by which the best are chosen
         sampling.validate(limits.vocab_size)
         return sampling
 
@@ -99,78 +110,16 @@ def plan_completion(request: CompletionRequest, limits: ModelLimits) -> Generati
     return _plan(request, limits, request.logprobs, prompt_logprobs, DEFAULT_COMPLETION_TOKENS)
 
 
-def plan_chat(request: ChatRequest, limits: ModelLimits) -> GenerationPlan:
+def plan_chat(request: ChatRequest, limits: ModelLimits, tools: ToolSupport = ToolSupport()) -> GenerationPlan:  # noqa: B008
     """Check everything of a chat completion that does not need its prompt."""
     _refuse_given(request, CHAT_NOT_SERVED)
-    if request.tools and request.tool_choice != "none":
-        raise InvalidInputError(
-            "tools", f"{len(request.tools)} tools", 'none, or tool_choice "none": tools are not supported yet'
-        )
+    if request.best_of is not None and not request.use_beam_search and request.best_of != (request.n or 1):
+        raise InvalidInputError("best_of", request.best_of, f"absent or equal to n ({request.n or 1}) in a chat")
     if request.top_logprobs and not request.logprobs:
         raise InvalidInputError("top_logprobs", request.top_logprobs, "with logprobs true only")
     check_messages(request.messages, limits.max_model_len)
-    return _plan(request, limits, (request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs, None)
-
-
-def num_content_chars(message: ChatMessage) -> int:
-    """Characters that a message adds to a prompt, at least one for the message itself."""
-    content = message.content
-    num_chars = 1 + (sum(1 + len(part.text or "") for part in content) if isinstance(content, list) else len(content or ""))
-    if message.tool_calls is not None:
-        num_chars += _num_json_bytes(message.tool_calls, "messages.tool_calls")
-    return num_chars + len(message.reasoning_content or "") + len(message.name or "") + len(message.tool_call_id or "")
-
-
-def check_messages(messages: Sequence[ChatMessage], max_model_len: int) -> None:
-    """Raise InvalidInputError for what no chat template can be given."""
-    if not messages:
-        raise InvalidInputError("messages", [], "at least one message")
-    if len(messages) > max_model_len:
-        allowed = f"at most {max_model_len}, the tokens of the model's context"
-        raise InvalidInputError("messages", f"{len(messages)} messages", allowed)
-    for place, message in enumerate(messages):
-        if message.role not in ROLES:
-            raise InvalidInputError(f"messages[{place}].role", message.role, f"one of {', '.join(ROLES)}")
-        if message.content is None and not message.tool_calls:
-            raise InvalidInputError(f"messages[{place}].content", None, "a text or a list of text parts")
-        for name in ("name", "tool_call_id"):
-            if len(getattr(message, name) or "") > MAX_NAME_CHARS:
-                given = f"{len(getattr(message, name))} characters"
-                raise InvalidInputError(f"messages[{place}].{name}", given, f"at most {MAX_NAME_CHARS} characters")
-        for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if part.type != "text" or part.text is None:
-                raise InvalidInputError(f"messages[{place}].content[{number}].type", part.type, "text, with its text")
-
-
-def check_tool_calls(messages: Sequence[ChatMessage]) -> None:
-    """Raise InvalidInputError for calls that are nested too deep. Their size was checked before."""
-    for place, message in enumerate(messages):
-        _check_nesting(message.tool_calls, f"messages[{place}].tool_calls")
-
-
-def check_template_kwargs(kwargs: dict[str, object] | None) -> None:
-    """Raise InvalidInputError for variables of a chat template that are too large or too deep."""
-    if kwargs is None:
-        return
-    if (num_bytes := _num_json_bytes(kwargs, "chat_template_kwargs")) > MAX_TEMPLATE_KWARGS_BYTES:
-        allowed = f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes as JSON"
-        raise InvalidInputError("chat_template_kwargs", f"{num_bytes} bytes", allowed)
-    _check_nesting(kwargs, "chat_template_kwargs")
-
-
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as templates want them: content is one string, text parts joined by line breaks."""
-    plain = []
-    for message in messages:
-        content = message.content
-        if isinstance(content, list):
-            content = "\n".join(part.text or "" for part in content)
-        entry: dict[str, Any] = {"role": message.role, "content": content or ""}
-        for name in ("name", "tool_call_id", "tool_calls", "reasoning_content"):
-            if (value := getattr(message, name)) is not None:
-                entry[name] = value
-        plain.append(entry)
-    return plain
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return _plan(request, limits, logprobs, request.prompt_logprobs, None, plan_tools(request, tools))
 
 
 def split_prompts(prompt: str | list[str | int | list[int]], limits: ModelLimits) -> list[str | list[int]]:
@@ -219,10 +168,9 @@ def _plan(
     logprobs: int | None,
     prompt_logprobs: int | None,
     default_max_tokens: int | None,
+    tool_use: ToolUse | None = None,
 ) -> GenerationPlan:
     _refuse_given(request, NOT_SERVED)
-    if request.response_format is not None and request.response_format.type != "text":
-        raise InvalidInputError("response_format.type", request.response_format.type, "text: others are not supported yet")
     is_stream, options = bool(request.stream), request.stream_options
     if options is not None and not is_stream:
         raise InvalidInputError("stream_options", "given", "with stream true only")
@@ -234,14 +182,29 @@ def _plan(
         max_tokens = 1
     if request.user is not None and len(request.user) > MAX_USER_CHARS:
         raise InvalidInputError("user", f"{len(request.user)} characters", f"at most {MAX_USER_CHARS} characters")
-    sampling = _sampling(request, logprobs, prompt_logprobs)
+    grammar = requested_grammar(request)
+    if tool_use is not None and tool_use.grammar is not None:
+        if grammar is not None:
+            raise InvalidInputError(grammar.field, "given", "absent with a tool_choice that forces a call")
+        grammar = tool_use.grammar
+    sampling = replace(_sampling(request, logprobs, prompt_logprobs), grammar=grammar.source if grammar else None)
+    num_choices, num_candidates = _num_choices(request, limits)
+    beams = _beams(request, sampling, num_candidates)
+    if beams is not None and grammar is not None:
+        raise InvalidInputError(grammar.field, "given", "absent with use_beam_search")
+    if beams is not None and request.temperature is None:
+        sampling = replace(sampling, temperature=0.0)
     # Out-of-range values are refused before a long prompt is tokenized; max_tokens is judged again with the prompt.
     replace(sampling, max_tokens=max_tokens if max_tokens is not None else limits.max_model_len).validate(limits.vocab_size)
     return GenerationPlan(
         sampling=sampling,
+        grammar=grammar,
         max_tokens=max_tokens,
         is_default_max_tokens=is_default,
-        num_choices=_num_choices(request, limits),
+        num_choices=num_choices,
+        num_candidates=num_candidates,
+        beams=beams,
+        tool_use=tool_use,
         seed=request.seed if request.seed is not None else secrets.randbits(62),
         priority=_priority(request),
         cache_salt=_cache_salt(request),
@@ -296,13 +259,44 @@ def _max_tokens(request: GenerationRequest, default: int | None) -> tuple[int | 
     return given, False
 
 
-def _num_choices(request: GenerationRequest, limits: ModelLimits) -> int:
+def _num_choices(request: GenerationRequest, limits: ModelLimits) -> tuple[int, int]:
+    """How many choices to answer with, and of how many candidates they are the best."""
     num_choices = 1 if request.n is None else request.n
     if not 1 <= num_choices <= limits.max_choices:
         raise InvalidInputError("n", num_choices, f"1 to {limits.max_choices}")
-    if request.best_of is not None and request.best_of != num_choices:
-        raise InvalidInputError("best_of", request.best_of, f"absent or equal to n ({num_choices})")
-    return num_choices
+    if request.best_of is None:
+        return num_choices, num_choices
+    if not num_choices <= request.best_of <= limits.max_choices:
+        raise InvalidInputError("best_of", request.best_of, f"from n ({num_choices}) to {limits.max_choices}")
+    if request.stream and request.best_of > num_choices:
+        allowed = f"absent or equal to n ({num_choices}) with stream true: which are the best is known at the end"
+        raise InvalidInputError("best_of", request.best_of, allowed)
+    return num_choices, request.best_of
+
+
+def _beams(request: GenerationRequest, sampling: SamplingParams, width: int) -> BeamOptions | None:
+    """Beam search as it was asked for; None when it was not. Raises InvalidInputError for what cannot be had with it."""
+    penalty = 1.0 if request.length_penalty is None else request.length_penalty
+    if not request.use_beam_search:
+        if penalty != 1.0:
+            raise InvalidInputError("length_penalty", penalty, "absent, or with use_beam_search true")
+        return None
+    if request.stream:
+        raise InvalidInputError("stream", True, "false with use_beam_search: what is best is known at the end")
+    if request.echo and (sampling.prompt_logprobs is not None or request.max_tokens == 0):
+        raise InvalidInputError("echo", True, "false, or without logprobs and with max_tokens of 1 or more, with use_beam_search")
+    if width > MAX_BEAM_WIDTH:
+        field = "n" if request.best_of is None else "best_of"
+        raise InvalidInputError(field, width, f"1 to {MAX_BEAM_WIDTH} with use_beam_search")
+    if not -MAX_LENGTH_PENALTY <= penalty <= MAX_LENGTH_PENALTY:
+        allowed = f"a number from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
+        raise InvalidInputError("length_penalty", penalty, allowed)
+    default = SamplingParams()
+    for name in NOT_WITH_BEAMS:
+        value = getattr(sampling, name)
+        if value != getattr(default, name) and not (name == "top_k" and value == -1):
+            raise InvalidInputError(name, value, f"absent, or without use_beam_search (default {getattr(default, name)!r})")
+    return BeamOptions(width, penalty, sampling.ignore_eos, bool(request.include_stop_str_in_output))
 
 
 def _priority(request: GenerationRequest) -> int:
@@ -334,31 +328,6 @@ def _refuse_given(request: GenerationRequest, names: Sequence[str]) -> None:
     for name in names:
         if value := getattr(request, name):
             raise InvalidInputError(name, value, "absent: it is not supported")
-
-
-def _num_json_bytes(value: object, field: str) -> int:
-    try:
-        return len(msgspec.json.encode(value))
-    except RecursionError:
-        raise _too_deep(field) from None
-
-
-def _check_nesting(value: object, field: str) -> None:
-    """Without recursion; looks through all of the value, so that its size must be bounded before."""
-    level: list[object] = [value]
-    for _ in range(MAX_NESTING + 1):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
-            if isinstance(inner, dict | list)
-        ]
-    if level:
-        raise _too_deep(field)
-
-
-def _too_deep(field: str) -> InvalidInputError:
-    return InvalidInputError(field, "deeper", f"at most {MAX_NESTING} levels of nesting")
 
 
 def _wrap_seed(seed: int) -> int:

@@ -40,27 +40,14 @@ from router.metrics import RouterMetrics
 from router.policy import Placer
 from router.registry import HeartbeatOutcome, NodeRegistry, NodeState
 from router.request_flow import RequestFlow
+from router.tracked_request import Sink, TrackedRequest
 
 logger = logging.getLogger("kvrelay.router")
 
 OVERLOADED_RETRY_AFTER_S = 1.0
 
-# Takes a flow's deliveries in order; Fail or a Deliver with a finish_reason is the last. Must not raise and not call back.
-Sink = Callable[[Deliver | Fail], None]
 # (identity, frame) -> False when the peer is gone
 Send = Callable[[bytes, bytes], bool]
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """A flow, where its deliveries go, and the times that its metrics need."""
-
-    flow: RequestFlow
-    sink: Sink
-    first_dispatch_s: float | None = None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    is_handing_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +84,7 @@ class RouterCore:
         self._send_to = send
         self._metrics = metrics
         self._placer = Placer(options, self.registry)
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, TrackedRequest] = {}
         self._ids = (f"{id_prefix}-{count}" for count in itertools.count())
         self._audit_ids = itertools.count(1)
         self._lost: list[_LostNode] = []  # to be marked down once the current input is handled
@@ -124,6 +111,11 @@ class RouterCore:
             limit = self._options.max_num_requests
             raise OverloadedError(f"{len(self._tracked)} requests are in flight of at most {limit}", OVERLOADED_RETRY_AFTER_S)
 
+    @property
+    def request_timeout_s(self) -> float:
+        """How long one HTTP request may take, however many flows it has."""
+        return self._options.request_timeout_s
+
     def new_request_id(self) -> str:
         """An id that no other request of this router has."""
         return next(self._ids)
@@ -131,7 +123,7 @@ class RouterCore:
     def submit(self, spec: RequestSpec, sink: Sink) -> None:
         """Start a request. Its events go to `sink`, maybe before this returns."""
         now_s = self._clock.now_s()
-        tracked = _Tracked(RequestFlow(spec, self._options, self._placer, now_s), sink)
+        tracked = TrackedRequest(RequestFlow(spec, self._options, self._placer, now_s), sink, self._metrics)
         assert spec.request_id not in self._tracked, f"request id {spec.request_id} is in use"
         self._tracked[spec.request_id] = tracked
         self._metrics.prompt_tokens.observe(len(spec.prompt_token_ids))
@@ -145,7 +137,7 @@ class RouterCore:
         if tracked is None:
             return
         self._run(tracked, tracked.flow.cancel())
-        self._observe_end(tracked)
+        tracked.observe_end(self._clock.now_s())
         self._metrics.request_success.labels(finished_reason).inc()
         self._handle_lost()
 
@@ -309,7 +301,7 @@ class RouterCore:
                 lambda flow, is_death=is_death: flow.on_node_lost(lost.node_id, lost.reason, now_s, is_death=is_death),  # type: ignore[misc]
             )
 
-    def _tracked_of(self, wire_ids: Iterable[str]) -> list[tuple[str, _Tracked]]:
+    def _tracked_of(self, wire_ids: Iterable[str]) -> list[tuple[str, TrackedRequest]]:
         found = ((wire_id, self._tracked.get(wire_id.rpartition(".")[0])) for wire_id in wire_ids)
         return [(wire_id, tracked) for wire_id, tracked in found if tracked is not None]
 
@@ -335,7 +327,7 @@ class RouterCore:
             self._is_handling_lost = False
 
     # -- inside: actions -----------------------------------------------------------------------------------------------
-    def _guarded(self, tracked: _Tracked, step: Callable[[RequestFlow], list[Action]]) -> None:
+    def _guarded(self, tracked: TrackedRequest, step: Callable[[RequestFlow], list[Action]]) -> None:
         """Run one input of one flow. The router's one broad except: a bug ends the request that met it, not the others."""
         try:
             self._run(tracked, step(tracked.flow))
@@ -348,7 +340,7 @@ class RouterCore:
             self._metrics.request_errors.labels("internal").inc()
             tracked.sink(Fail("internal", f"internal error of the router: {type(error).__name__}", 500))
 
-    def _run(self, tracked: _Tracked, actions: Iterable[Action]) -> None:
+    def _run(self, tracked: TrackedRequest, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
                 case Dispatch():
@@ -359,29 +351,25 @@ class RouterCore:
                     if action.must_abort and node is not None and node.is_connected:
                         self._send(node, Abort((action.wire_id,)))
                 case Deliver():
-                    self._observe_delivery(tracked, action)
+                    tracked.observe_delivery(action, self._clock.now_s())
                     tracked.sink(action)
                 case Fail():
                     self._metrics.request_errors.labels(action.kind).inc()
-                    self._observe_end(tracked)
+                    tracked.observe_end(self._clock.now_s())
                     tracked.sink(action)
                 case Count():
-                    self._count(action)
+                    tracked.count(action)
         if tracked.flow.is_done:
             self._tracked.pop(tracked.flow.spec.request_id, None)
 
-    def _dispatch(self, tracked: _Tracked, action: Dispatch) -> None:
+    def _dispatch(self, tracked: TrackedRequest, action: Dispatch) -> None:
         message = action.message
         if kv_sources := self.registry.kv_addresses(action.source_node_ids)[:MAX_KV_SOURCES]:
             message = msgspec.structs.replace(message, kv_sources=kv_sources)
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
         self.registry.start_dispatch(action.node_id, message.request_id, num_tokens, is_suspect=action.is_suspect)
         self._metrics.routed_requests.labels(self._options.policy, action.node_id, action.reason).inc()
-        now_s = self._clock.now_s()
-        if tracked.first_dispatch_s is None:
-            tracked.first_dispatch_s = now_s
-            self._metrics.queue_time.observe(now_s - tracked.flow.arrival_s)
-        tracked.is_handing_off = action.reason == "handoff"
+        tracked.observe_dispatch(action, self._clock.now_s())
         self._send(self.registry.nodes[action.node_id], message, undelivered=message.request_id)
 
     def _send(self, node: NodeState, message: RouterMessage, undelivered: str = "") -> None:
@@ -390,50 +378,6 @@ class RouterCore:
 
     def _send_outside(self, identity: bytes, message: RegisterReply | RegisterAgain) -> None:
         self._send_to(identity, encode(message))
-
-    def _count(self, action: Count) -> None:
-        match action.what:
-            case "local_prefill":
-                self._metrics.local_prefill.labels(action.reason).inc()
-            case "retry":
-                self._metrics.retries.labels(action.reason).inc()
-            case "migration":
-                self._metrics.migrations.labels(action.reason, action.outcome).inc()
-            case "moved_tokens":
-                self._metrics.moved_tokens.labels(action.reason).inc(action.amount)
-            case _:
-                raise AssertionError(f"no metric for {action.what}")
-
-    def _observe_delivery(self, tracked: _Tracked, delivery: Deliver) -> None:
-        now_s = self._clock.now_s()
-        num_tokens = len(delivery.token_ids)
-        if num_tokens and tracked.first_token_s is None:
-            tracked.first_token_s = now_s
-            self._metrics.time_to_first_token.observe(now_s - tracked.flow.arrival_s)
-            self._metrics.prefill_time.observe(now_s - (tracked.first_dispatch_s or now_s))
-            self._metrics.prompt_cached_tokens.inc(delivery.num_cached_tokens)
-        elif num_tokens and tracked.last_token_s is not None:
-            since_s = now_s - tracked.last_token_s
-            if tracked.is_handing_off:
-                self._metrics.handoff_time.observe(since_s)
-                tracked.is_handing_off = False
-            for _ in range(num_tokens):
-                self._metrics.inter_token_latency.observe(since_s / num_tokens)
-        if num_tokens:
-            tracked.last_token_s = now_s
-        if delivery.finish_reason:
-            self._metrics.request_success.labels(delivery.finish_reason).inc()
-            self._observe_end(tracked)
-
-    def _observe_end(self, tracked: _Tracked) -> None:
-        now_s = self._clock.now_s()
-        num_tokens = len(tracked.flow.output_token_ids)
-        self._metrics.e2e_latency.observe(now_s - tracked.flow.arrival_s)
-        self._metrics.generation_tokens.observe(num_tokens)
-        if tracked.first_token_s is not None and tracked.last_token_s is not None:
-            self._metrics.decode_time.observe(tracked.last_token_s - tracked.first_token_s)
-            if num_tokens > 1:
-                self._metrics.time_per_output_token.observe((tracked.last_token_s - tracked.first_token_s) / (num_tokens - 1))
 
 
 def _request_body(flow: RequestFlow, now_s: float) -> dict[str, object]:

@@ -22,7 +22,7 @@ from core.addresses import is_loopback
 from core.clock import MonotonicClock
 from core.config import LOG_FORMAT, Config, ModelOptions, RouterOptions
 from core.errors import ConfigError, KVRelayError, ModelLoadError
-from core.model_files import resolve_model
+from core.model_files import read_eos_token_ids, resolve_model
 from core.wire.curve import ROUTER, load_keys
 from router.api_key_file import ApiKeyFile
 from router.chat_template import load_chat_template
@@ -61,7 +61,7 @@ async def _serve(config: Config) -> int:
         folder = await asyncio.to_thread(resolve_model, config.model.path)
         tokenizer = await asyncio.to_thread(Tokenizer, folder)
         model = read_served_model(config.model, folder, tokenizer)
-        chat_template = load_chat_template(folder, tokenizer)
+        chat_template = load_chat_template(folder, tokenizer, options.chat_template)
         metrics = RouterMetrics(model.names[0])
         dispatcher = Dispatcher(options, clock, metrics, keys)
         http_port: int = http_socket.getsockname()[1]
@@ -132,7 +132,7 @@ def read_served_model(options: ModelOptions, folder: Path, tokenizer: Tokenizer)
     if options.max_model_len:
         max_model_len = min(options.max_model_len, max_model_len)
     names = dict.fromkeys((options.name, options.path))
-    return ServedModel(tuple(names), max_model_len, vocab_size)
+    return ServedModel(tuple(names), max_model_len, vocab_size, read_eos_token_ids(folder, model_config))
 
 
 class _Server(uvicorn.Server):

@@ -22,6 +22,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Raises ModelLoadError when tokenizer.json is missing or unreadable."""
+        self.folder = folder
         path = folder / "tokenizer.json"
         try:
             text = path.read_text(encoding="utf-8")
@@ -63,6 +64,10 @@ class Tokenizer:
         if known is None:
             known = self._bytes_by_token_id[token_id] = self._spell(token_id)
         return known
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text is one special token."""
+        return self._fast.token_to_id(text) in self.special_token_ids
 
     def special_tokens(self) -> dict[str, str]:
         """bos_token, eos_token and the like, for chat templates."""

@@ -14,7 +14,7 @@ from typing import Any
 from core.config import ModelOptions
 from core.errors import ConfigError, ModelLoadError
 from core.kv.layout import KVLayout
-from core.model_files import CONFIG_FILE, check_model_folder, hash_weight_files, list_weight_files
+from core.model_files import CONFIG_FILE, check_model_folder, hash_weight_files, list_weight_files, read_eos_token_ids
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -102,7 +102,7 @@ def describe_model(model_dir: Path, options: ModelOptions, block_size: int) -> M
         model_fingerprint=_fingerprint(list_weight_files(model_dir), architecture),
         max_model_len=max_model_len,
         vocab_size=architecture.vocab_size,
-        eos_token_ids=_read_eos_token_ids(model_dir, config),
+        eos_token_ids=read_eos_token_ids(model_dir, config),
     )
 
 
@@ -173,17 +173,6 @@ def _read_rope(config: dict[str, Any], model_dir: Path) -> tuple[float, RotarySc
         mscale_all_dim=float(given.get("mscale_all_dim") or 0.0),
         truncate=bool(given.get("truncate", True)),
     )
-
-
-def _read_eos_token_ids(model_dir: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    generation_path = model_dir / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else {}
-    eos = generation.get("eos_token_id")
-    if eos is None:
-        eos = config.get("eos_token_id")
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def _fingerprint(weight_files: list[Path], architecture: ModelArchitecture) -> bytes:

@@ -20,16 +20,21 @@ from core.sampling_params import SamplingParams
 from core.step import TokenLogprob
 
 TOP_P_CANDIDATES = 1024  # top_p looks among this many best tokens first, and sorts all only if they do not suffice
+LOWEST_LOGIT = -1e30  # of a token that a grammar allows; stays finite under any temperature and penalty
 LOGPROB_CHUNK_ROWS = 64  # bounds the float32 copy of [rows, vocab] that prompt log-probabilities need
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """One row to sample. token_ids: prompt and output so far, borrowed for the call; num_prompt_tokens of them are prompt."""
+    """One row to sample. token_ids: prompt and output so far, borrowed for the call; num_prompt_tokens of them are prompt.
+
+    mask: which tokens its grammar allows, see GrammarMatcher.token_masks; None: all.
+    """
 
     sampling: SamplingParams
     token_ids: npt.NDArray[np.int64]
     num_prompt_tokens: int
+    mask: bytes | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -62,7 +67,9 @@ class Sampler:
 
     def _is_adjusted(self, row: SampledRow) -> bool:
         sampling = row.sampling
-        return bool(sampling.logit_bias or sampling.has_penalties or row.num_output_tokens < sampling.min_tokens)
+        if sampling.logit_bias or sampling.has_penalties or row.num_output_tokens < sampling.min_tokens:
+            return True
+        return row.mask is not None and sampling.ignore_eos
 
     def _adjust(self, logits: Tensor, row: SampledRow) -> None:
         """Apply bias, min_tokens and penalties to one row of float32 logits [vocab], in place."""
@@ -70,13 +77,44 @@ class Sampler:
         if sampling.logit_bias:
             token_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64)
             logits[token_ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
-        if row.num_output_tokens < sampling.min_tokens:
+        if row.mask is not None:
+            self._postpone_end(logits, row)
+        elif row.num_output_tokens < sampling.min_tokens:
             ending = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_token_ids)
             logits[torch.tensor(ending, dtype=torch.int64)] = -torch.inf
         if sampling.has_penalties:
             apply_penalties(logits, row)
             # An extreme penalty makes infinities and NaN, and a NaN would choose a token that does not exist.
             torch.nan_to_num_(logits, nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
+
+    def _postpone_end(self, logits: Tensor, row: SampledRow) -> None:
+        """min_tokens and ignore_eos hold only while the grammar can go on: where nothing else may follow, it ends."""
+        sampling = row.sampling
+        is_too_early = row.num_output_tokens < sampling.min_tokens
+        ending = (sampling.stop_token_ids if is_too_early else ()) + (
+            self._eos_token_ids if is_too_early or sampling.ignore_eos else ()
+        )
+        token_ids = torch.tensor(ending, dtype=torch.int64)
+        kept = logits[token_ids]
+        logits[token_ids] = -torch.inf
+        if logits.max() == -torch.inf:
+            logits[token_ids] = kept
+
+
+def apply_token_masks(logits: Tensor, rows: Sequence[SampledRow]) -> None:
+    """Make what the rows' grammars forbid impossible (-inf), and what they allow possible, whatever the model says, in place.
+
+    logits: [len(rows), vocab], any float dtype. Sampling and log-probabilities both follow: a token without an alternative has
+    probability 1.
+    """
+    vocab_size = logits.shape[1]
+    lowest = max(torch.finfo(logits.dtype).min, LOWEST_LOGIT)
+    for i, row in enumerate(rows):
+        if row.mask is not None:
+            bits = np.unpackbits(np.frombuffer(row.mask, dtype=np.uint8), count=vocab_size, bitorder="little")
+            forbidden = torch.from_numpy(bits == 0)
+            torch.nan_to_num_(logits[i], nan=lowest, posinf=torch.finfo(logits.dtype).max, neginf=lowest)
+            logits[i].masked_fill_(forbidden, -torch.inf)
 
 
 def apply_penalties(logits: Tensor, row: SampledRow) -> None:
@@ -191,5 +229,7 @@ def _top_tokens(logprobs: Tensor, num_tops: Sequence[int]) -> list[tuple[tuple[i
         return [()] * len(num_tops)
     # Row by row the same for any `most`: topk leaves open which of equal tokens come first, so ties are ordered by id afterwards.
     best = torch.topk(logprobs, most, dim=-1)
-    pairs = (zip(ids, values, strict=True) for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    # What a grammar forbids is no alternative: then there are fewer than were asked for.
+    pairs = ([pair for pair in zip(ids, values, strict=True) if pair[1] > -math.inf] for ids, values in found)
     return [tuple(sorted(row, key=lambda pair: (-pair[1], pair[0]))[:count]) for row, count in zip(pairs, num_tops, strict=True)]

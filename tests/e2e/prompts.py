@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -42,6 +43,21 @@ def token_prompts() -> list[list[int]]:
                 prompts.append(token_ids[:length])
                 break
     return prompts
+
+
+@cache
+def transformers_next_logprobs() -> Callable[[tuple[int, ...]], list[tuple[int, float]]]:
+    """What transformers says comes next, in float32 from the same weights: all tokens, the likeliest first."""
+    model = AutoModelForCausalLM.from_pretrained(resolve_model(MODEL), dtype=torch.float32)
+
+    @cache
+    def next_logprobs(known: tuple[int, ...]) -> list[tuple[int, float]]:
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(model(torch.tensor([known]), logits_to_keep=1).logits[0, 0], dim=-1)
+        best = torch.topk(logprobs, 64)
+        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+    return next_logprobs
 
 
 def transformers_continues(outputs: list[list[int]]) -> list[list[int]]:

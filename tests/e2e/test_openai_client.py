@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
-from tests.e2e.prompts import MODEL
+from tests.e2e.prompts import MODEL, token_prompts, transformers_next_logprobs
 from tests.support.cluster import MODEL_NAME, Cluster, ClusterSpec
+from tests.support.tool_templates import HERMES
+from tests.unit.router.tiny_language import search_plainly
 
 MESSAGES = [
     {"role": "system", "content": "You answer briefly and always in plain English sentences."},
@@ -19,9 +24,35 @@ MESSAGES = [
 PROMPT = "The quick brown fox jumps over the lazy dog. The dog, who had been asleep in the warm sun, woke up and"
 
 
+EOS = 2  # <|im_end|>
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tells the weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(ClusterSpec(model=MODEL, prefill=1, decode=1, dtype="float32", engine={"kv_pool_mib": 400})) as running:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    template: Path = tmp_path_factory.mktemp("template") / "hermes.jinja"  # the model's own has no tools
+    template.write_text(HERMES)
+    spec = ClusterSpec(
+        model=MODEL,
+        prefill=1,
+        decode=1,
+        dtype="float32",
+        engine={"kv_pool_mib": 400, "kv_load_policy": "always"},  # so that hits can be counted
+        router={"chat_template": str(template)},
+    )
+    with Cluster(spec) as running:
         yield running
 
 
@@ -83,6 +114,86 @@ def test_n_choices_logprobs_and_echo_agree_with_each_other(client: openai.OpenAI
     assert logprobs.token_logprobs[-8:] == best, "greedy takes the most likely token"
 
 
+def test_n_choices_compute_their_prompt_once_per_node(client: openai.OpenAI, cluster: Cluster) -> None:
+    prompt = token_prompts()[-1][:200]
+
+    def recomputed(role: str) -> float:
+        return cluster.client.metric("kvrelay_prompt_tokens_by_source_total", source="recomputed", role=role)
+
+    before = {role: recomputed(role) for role in ("prefill", "decode")}
+    answer = client.completions.create(model=MODEL_NAME, prompt=prompt, max_tokens=4, n=4, seed=3)
+    assert len(answer.choices) == 4 and answer.usage is not None and answer.usage.prompt_tokens == 200
+    # Siblings compute what no full block holds: at the prefill node the 8 tokens behind 192, at the decode node one more.
+    cluster.wait_until(lambda: recomputed("decode") - before["decode"] == 4 * 9, "the decode node computed the rest four times")
+    cluster.wait_until(lambda: recomputed("prefill") - before["prefill"] == 200 + 3 * 8, "the prefill node computed it once")
+
+
+def test_best_of_is_the_likeliest_per_token_of_as_many_choices(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 8, "seed": 5, "temperature": 0.9}
+    every = client.completions.create(**body, n=4, logprobs=0).choices
+
+    def mean_logprob(choice: Any) -> float:
+        return float(sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs))
+
+    expected = [choice.text for choice in sorted(every, key=mean_logprob, reverse=True)[:2]]
+    best = client.completions.create(**body, n=2, best_of=4)
+    assert [choice.text for choice in best.choices] == expected
+    assert best.usage is not None and best.usage.completion_tokens == sum(len(choice.logprobs.token_logprobs) for choice in every)  # type: ignore[union-attr, arg-type]
+    assert best.choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_beam_search_is_that_of_transformers_forward_passes(client: openai.OpenAI, ignore_eos: bool) -> None:
+    prompt = token_prompts()[10][:24]
+    beams = {"use_beam_search": True, "length_penalty": 0.8, "ignore_eos": ignore_eos, "return_token_ids": True}
+    answer = client.completions.create(model=MODEL_NAME, prompt=prompt, max_tokens=9, n=3, logprobs=0, extra_body=beams)
+    expected = search_plainly(
+        transformers_next_logprobs(),
+        prompt,
+        width=3,
+        max_tokens=9,
+        length_penalty=0.8,
+        eos_token_ids=[EOS],
+        ignore_eos=ignore_eos,
+    )
+    tokens = [(choice.model_extra or {})["token_ids"] for choice in answer.choices]
+    assert tokens == [list(token_ids) for token_ids, _ in expected]
+    sums = [sum(choice.logprobs.token_logprobs) for choice in answer.choices]  # type: ignore[union-attr, arg-type]
+    assert sums == pytest.approx([cumulative for _, cumulative in expected], abs=1e-3)
+
+
+def test_tools_forced_calls_of_a_small_model_are_valid_and_streamed(client: openai.OpenAI) -> None:
+    question = {"role": "user", "content": "What is the weather in Rome in the next three days?"}
+    body: dict[str, Any] = {"model": MODEL_NAME, "messages": [question], "tools": [WEATHER], "temperature": 0, "max_tokens": 80}
+    required = client.chat.completions.create(**body, tool_choice="required", parallel_tool_calls=False).choices[0]
+    (call,) = required.message.tool_calls or ()
+    assert required.finish_reason == "tool_calls" and call.type == "function" and call.function.name == "get_weather"
+    arguments = json.loads(call.function.arguments)
+    assert arguments["city"] in ("Paris", "Rome") and 1 <= arguments["days"] <= 9
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    whole = client.chat.completions.create(**body, tool_choice=named).choices[0].message.tool_calls
+    streamed = ""
+    for chunk in client.chat.completions.create(**body, tool_choice=named, stream=True):
+        for piece in chunk.choices[0].delta.tool_calls or ():
+            streamed += piece.function.arguments
+    assert whole is not None and streamed == whole[0].function.arguments
+    assert set(json.loads(streamed)) == {"city", "days"}
+
+
+def test_tools_in_a_chat_are_shown_and_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome", "days": 3}'}}
+    messages = [
+        {"role": "user", "content": "What is the weather in Rome?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    body: dict[str, Any] = {"model": MODEL_NAME, "messages": messages, "temperature": 0, "max_tokens": 8}
+    shown, hidden = (
+        client.chat.completions.create(**body, tools=[WEATHER], tool_choice=choice).usage for choice in ("auto", "none")
+    )
+    assert shown is not None and hidden is not None and shown.prompt_tokens > hidden.prompt_tokens + 50
+
+
 def test_stop_string_cuts_the_text_wherever_it_falls(client: openai.OpenAI, cluster: Cluster) -> None:
     whole = client.completions.create(model=MODEL_NAME, prompt=PROMPT, max_tokens=32, temperature=0).choices[0].text
     for start in range(4, 16, 3):
@@ -114,6 +225,8 @@ def test_client_that_leaves_mid_stream_frees_everything(client: openai.OpenAI, c
         ({"prompt": "x " * 20_000}, "prompt"),
         ({"extra_body": {"min_p": 7}}, "min_p"),
         ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"stream": True, "extra_body": {"use_beam_search": True}}, "stream"),
     ],
 )
 def test_bad_parameter_is_a_400_that_names_it(client: openai.OpenAI, keywords: dict[str, object], word: str) -> None:

@@ -22,7 +22,7 @@ from tests.fuzz.hostile import SCALARS
 from tests.fuzz.http_client import HANG_S, check_honest, check_raw_answer, post_checked, send_raw
 from tests.unit.router.running_router import RunningRouter
 from tests.unit.router.test_http_faults import wait_until
-from tests.unit.router.tiny_model import build_byte_level_folder
+from tests.unit.router.tiny_model import CHAT_TEMPLATE, build_byte_level_folder
 
 # Leaves as they are written in JSON, or should not be.
 _WRITTEN = st.sampled_from(
@@ -50,6 +50,8 @@ _WRITTEN = st.sampled_from(
         *('[{"role":"assistant","tool_calls":[{"a":' + "[" * depth + "]" * depth + "}]}]" for depth in range(15, 1000, 12)),
         *("[" * 3000 + "]" * 3000, '{"a":' * 200 + "1" + "}" * 200, "[" + "1," * 2000 + "1]", "", ",", '{"a":1,"a":2}'),
         *('[{"role":"user","content":"hi"}]', '[{"role":"user","content":[{"type":"text","text":"hi"}]}]', '[{"role":"tool"}]'),
+        *('[{"type":"function","function":{"name":"f"}}]', '{"type":"function","function":{"name":"f"}}', '"required"', '"auto"'),
+        '[{"type":"function","function":{"name":"f","parameters":' + '{"not":' * 70 + "true" + "}" * 70 + "}}]",
         *('{"type":"text"}', '{"include_usage":true}', '[{"role":"user","content":"x","tool_calls":[{"a":[[[[]]]]}]}]'),
     ]
 )
@@ -102,8 +104,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def router(model_folder: Path) -> Iterator[RunningRouter]:
-    """A router with two nodes that do what they should."""
-    with RunningRouter(model_folder, max_choices=4, max_body_bytes=200_000, header_timeout_s=5.0, body_timeout_s=5.0) as running:
+    """A router with two nodes that do what they should, and a chat template with tools."""
+    template = model_folder / "tools.jinja"
+    template.write_text("{{ tools | tojson }}" + CHAT_TEMPLATE)
+    limits: dict[str, Any] = {"max_choices": 4, "max_body_bytes": 200_000, "header_timeout_s": 5.0, "body_timeout_s": 5.0}
+    with RunningRouter(model_folder, chat_template=str(template), tool_call_parser="hermes", **limits) as running:
         running.add_node("prefill")
         running.add_node("decode")
         yield running

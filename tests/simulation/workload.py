@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from core.sampling_params import SamplingParams
 from router.flow_actions import Deliver, Fail, RequestSpec
+from router.policy import Siblings
 from router.router_core import RouterCore
 from tests.simulation.sim_node import MAX_MODEL_LEN
 from tests.simulation.world import World
@@ -44,8 +45,9 @@ class SimRequest:
 
 
 def draw_requests(rng: random.Random, arrivals_end_s: float) -> list[SimRequest]:
-    """A workload: some share prefixes, some have a salt, one in a few runs is poison."""
+    """A workload: some share prefixes, one of which makes siblings of them; some have a salt, one in a few runs is poison."""
     prefixes = [[rng.randrange(1, 1000) for _ in range(rng.randrange(4, 25))] for _ in range(3)]
+    siblings = Siblings()
     requests = []
     poison_index = rng.randrange(4) if rng.random() < 0.15 else -1
     for index in range(rng.randrange(4, MAX_REQUESTS)):
@@ -59,6 +61,7 @@ def draw_requests(rng: random.Random, arrivals_end_s: float) -> list[SimRequest]
             sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=1),
             priority=rng.randrange(3),
             cache_salt=rng.choice(("", "", "salt")),
+            siblings=siblings if prompt[: len(prefixes[0])] == prefixes[0] else None,
         )
         expected = oracle_tokens(prompt, max_tokens)
         arrival_s = rng.random() * arrivals_end_s

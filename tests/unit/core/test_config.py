@@ -146,6 +146,7 @@ def test_config_tree_is_frozen() -> None:
     ("flags", "field", "value", "allowed"),
     [
         (["--port", "70000"], "router.port", 70000, "0 to 65535"),
+        (["--tool-call-parser", "xml"], "router.tool_call_parser", "xml", "hermes, llama3_json, mistral"),
         (["--dtype", "int4"], "model.dtype", "int4", "bfloat16 or float16 or float32"),
         (["--model", ""], "model.path", "", "an alias or a folder"),
         (["--max-model-len", "-1"], "model.max_model_len", -1, "0 (the model's own) or more"),

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import zmq
 
@@ -67,6 +68,7 @@ class _Running:
     message: Generate
     num_done: int
     is_first: bool = True
+    output_token_ids: list[int] = field(default_factory=list)  # of this dispatch
 
 
 @dataclass
@@ -98,6 +100,10 @@ class FakeNode:
     refusal: str | None = None
     num_tokens_sent: int = 0
     keys: CurveKeys | None = None
+    next_logprobs: Callable[[tuple[int, ...]], list[tuple[int, float]]] | None = None
+
+    script: list[int] = field(default_factory=list)  # what every answer is, instead; its last token ends it
+    logprob_by_seed: dict[int, float] = field(default_factory=dict)  # of each token; -0.5 for other seeds
 
     def __post_init__(self) -> None:
         self._running: dict[str, _Running] = {}
@@ -117,6 +123,10 @@ class FakeNode:
         """Close the connection without a word."""
         self._must_end.set()
         self._thread.join(5)
+
+    def has_ended(self) -> bool:
+        """Whether it has died, by die_after or kill()."""
+        return not self._thread.is_alive()
 
     def num_running(self) -> int:
         """Requests that it works on."""
@@ -205,14 +215,28 @@ class FakeNode:
             return RequestUpdate(request_id=request_id, finish_reason="error", error=self.fail_with)
         message, place = running.message, running.num_done
         sampling = message.sampling
-        token_id = expected_tokens(message.prompt_token_ids, place + 1, self.model.vocab_size)[place]
+        logprobs: tuple[TokenLogprob, ...] | None = None
+        if self.script:
+            token_id = self.script[place]
+        elif self.next_logprobs is not None:
+            known = (*message.prompt_token_ids, *message.output_token_ids, *running.output_token_ids)
+            ranked = self.next_logprobs(known)
+            token_id = ranked[0][0]
+            if sampling.logprobs is not None:
+                logprobs = (TokenLogprob(token_id, ranked[0][1], 1, tuple(ranked[: sampling.logprobs])),)
+        else:
+            token_id = expected_tokens(message.prompt_token_ids, place + 1, self.model.vocab_size)[place]
+            if sampling.logprobs is not None:
+                entry = logprob_of(token_id, sampling.logprobs, self.model.vocab_size)
+                logprobs = (replace(entry, logprob=self.logprob_by_seed.get(sampling.seed or 0, entry.logprob)),)
+        running.output_token_ids.append(token_id)
         prompt_logprobs = None
         if running.is_first and sampling.prompt_logprobs is not None:
             prompt_logprobs = tuple(
                 logprob_of(token, sampling.prompt_logprobs, self.model.vocab_size) for token in message.prompt_token_ids[1:]
             )
         finish_reason = ""
-        if self.stop_after and place + 1 >= self.stop_after:
+        if (self.stop_after and place + 1 >= self.stop_after) or (self.script and place + 1 == len(self.script)):
             finish_reason = "stop"
         elif message.stage == "prefill" or place + 1 >= sampling.max_tokens:
             finish_reason = "length"
@@ -227,6 +251,6 @@ class FakeNode:
             stop_token_id=token_id if finish_reason == "stop" else None,
             is_prefill_done=message.stage == "prefill" and self.reports_prefill_done,
             num_cached_tokens=min(CACHED_TOKENS_BY_ROLE[self.role], len(message.prompt_token_ids)) if is_first else 0,
-            logprobs=(logprob_of(token_id, sampling.logprobs, self.model.vocab_size),) if sampling.logprobs is not None else None,
+            logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )

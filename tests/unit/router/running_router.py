@@ -83,7 +83,7 @@ class RunningRouter:
         self.dispatcher = Dispatcher(self.options, clock, metrics, self._keys)
         self.control_port = self.dispatcher.bind(self.options.control_host, self.options.control_port)
         self.dispatcher.start()
-        template = load_chat_template(self._folder, self.tokenizer)
+        template = load_chat_template(self._folder, self.tokenizer, self.options.chat_template)
         file = self.options.api_keys_file
         api_keys = ApiKeyFile(Path(file), clock) if file else None
         self.api = HttpApi(self.options, clock, self.model, self.tokenizer, template, self.dispatcher, metrics, api_keys=api_keys)

@@ -35,6 +35,30 @@ def test_chat_template_named_list_takes_the_default(
     monkeypatch.setattr(tokenizer, "config", {"chat_template": named})
     template = load_chat_template(tmp_path, tokenizer)
     assert template is not None and template.render(USER) == "plain"
+    assert template.render(USER, tools=[{"type": "function"}]) == "tools"
+
+
+def test_chat_template_of_the_configuration_wins_and_must_be_readable(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "chat_template.jinja").write_text("the model's")
+    (tmp_path / "own.jinja").write_text("own")
+    template = load_chat_template(tmp_path, tokenizer, str(tmp_path / "own.jinja"))
+    assert template is not None and template.render(USER) == "own"
+    with pytest.raises(ModelLoadError, match=r"none\.jinja"):
+        load_chat_template(tmp_path, tokenizer, str(tmp_path / "none.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("source", "has_tools"),
+    [
+        ("{{ messages }}", False),
+        ("{# tools #}{{ 'tools' }}{{ message.tools }}", False),
+        ("{% if tools is defined and tools %}x{% endif %}", True),
+        ("{% if x %}{% set tools = x %}{% endif %}{% if not tools is defined %}{% set tools = none %}{% endif %}", True),
+        ("{% for tool in tools %}{{ tool }}{% endfor %}", True),
+    ],
+)
+def test_chat_template_says_whether_it_can_show_tools(source: str, has_tools: bool) -> None:
+    assert ChatTemplate(source, {}).has_tools is has_tools
 
 
 def test_chat_template_absent_is_none(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from core.config import RouterOptions
 from core.errors import ConfigError
 from core.wire.messages import NodeLoad
-from router.policy import Placer, least_loaded, local_prefill_reason, round_robin
+from router.policy import Placement, Placer, Siblings, least_loaded, local_prefill_reason, round_robin
 from router.registry import NodeRegistry, NodeSnapshot
 from tests.unit.router.flow_bench import register_message
 
@@ -110,6 +110,36 @@ def test_placer_avoided_node_is_used_only_when_there_is_no_other() -> None:
     assert placer.place_decode({"d0"}).node_id == "d0"
     registry.register(register_message("d1", "decode"), b"d1", 0.0)
     assert {placer.place_decode({"d0"}).node_id for _ in range(4)} == {"d1"}
+
+
+def test_placer_siblings_stay_together_until_their_node_is_full_or_avoided() -> None:
+    registry = NodeRegistry(5.0, 60.0)
+    for name in ("d0", "d1", "d2"):
+        registry.register(register_message(name, "decode"), name.encode(), 0.0)
+    placer, siblings = Placer(RouterOptions(), registry), Siblings()
+    max_num_seqs = registry.nodes["d0"].max_num_seqs
+    chosen = []
+    for number in range(max_num_seqs + 1):
+        chosen.append(placer.place_decode(siblings=siblings).node_id)
+        registry.start_dispatch(chosen[-1], f"r{number}.1", 10)
+    assert len(set(chosen[:-1])) == 1 and chosen[-1] != chosen[0], "a full node sends the next ones to another"
+    assert placer.place_decode(siblings=siblings).node_id == chosen[-1]
+    moved = placer.place_decode({chosen[-1]}, siblings=siblings).node_id
+    assert moved != chosen[-1]
+    assert placer.place_decode(siblings=siblings).node_id == moved, "the others follow the one that lost its node"
+
+
+def test_placer_sibling_of_one_at_a_decode_node_needs_no_prefill_node() -> None:
+    registry = NodeRegistry(5.0, 60.0)
+    for name, role in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode")):
+        registry.register(register_message(name, role), name.encode(), 0.0)
+    placer, siblings = Placer(RouterOptions(), registry), Siblings()
+    first = placer.place_prefill(1000, siblings).node_id
+    registry.start_dispatch(first, "r0.1", 1000)
+    assert placer.place_prefill(1000, siblings).node_id == first
+    assert placer.place_prefill(1000).node_id not in ("", first), "others go by load"
+    placer.place_decode(siblings=siblings)
+    assert placer.place_prefill(1000, siblings) == Placement("", "sibling")
 
 
 def test_placer_unknown_policy_is_refused_by_name() -> None:

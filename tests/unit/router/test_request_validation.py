@@ -9,8 +9,9 @@ import httpx
 import pytest
 
 from core.errors import InvalidInputError
+from router.chat_validation import template_messages
 from router.openai_protocol import ChatRequest, CompletionRequest, decode_body
-from router.request_validation import ModelLimits, plan_chat, plan_completion, split_prompts, template_messages
+from router.request_validation import ModelLimits, plan_chat, plan_completion, split_prompts
 from tests.unit.router.running_router import RunningRouter
 
 LIMITS = ModelLimits(served_names=("tiny",), max_model_len=256, vocab_size=420, max_choices=8)
@@ -73,12 +74,26 @@ COMPLETION_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"n": 0}, "n"),
     ({"n": 9}, "n"),
-    ({"n": 2, "best_of": 3}, "best_of"),
+    ({"n": 2, "best_of": 3, "stream": True}, "best_of"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": "[" * 5000}}, "structured_outputs.json"),
+    ({"structured_outputs": {"regex": "a" * 65537}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": "yes"}}, "structured_outputs.choice"),
+    ({"structured_outputs": "json"}, "structured_outputs"),
+    ({"guided_grammar": ""}, "guided_grammar"),
     ({"suffix": "x"}, "suffix"),
-    ({"guided_json": {}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"guided_json": {}, "structured_outputs": {"regex": "a"}}, "guided_json"),
     ({"priority": 2**31}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "x" * 257}, "cache_salt"),
