@@ -15,6 +15,7 @@ from core.config import EngineOptions
 from core.kv.connector import TransferDirection
 from core.kv.ledger import EndedTransfer, TransferLedger
 from core.kv_cache_manager import KVCacheManager
+from core.prompt_delay import PromptDelay
 from core.request import FinishReason, Request, RequestStage, RequestStatus, transition
 from core.stats import EngineStats
 from core.step import NewRequest, StepPlan, StepResult
@@ -55,6 +56,7 @@ class Scheduler:
         self._finished_request_ids: list[str] = []  # since the last plan, for the runner
         self._num_common_prefix_blocks = 0
         self._is_batch_changed = True
+        self._prompt_delay = PromptDelay(factor) if (factor := options.scheduler_delay_factor) else None
 
     # -- intake --------------------------------------------------------------------------------------------------------
     def add_request(self, request: Request) -> None:
@@ -62,14 +64,25 @@ class Scheduler:
         assert request.request_id not in self.requests, f"{request.request_id} is already here"
         request.arrival_index = self._next_arrival_index
         self._next_arrival_index += 1
-        if self._options.policy == "fcfs":
-            request.priority = 0
+        request.rank = self._rank(request)
         self.requests[request.request_id] = request
         if len(self._waiting) and request.may_hit and self._kv.enable_prefix_caching:
             # It will not be its turn in the next step: ask the store now, so that the answer is known then.
             self._kv.extend_hashes(request)
             self._ledger.num_external_blocks(request.request_id, request.block_hashes, 0, request.kv_sources)
         self._waiting.push(request)
+
+    def _rank(self, request: Request) -> float:
+        """What its place in the queue is by: its priority where that counts, or with aging the moment at which that will be 0.
+
+        Waiting for priority_aging_s raises a priority by one level, for all who wait alike: their order never changes, and this
+        is computed once.
+        """
+        if self._options.policy == "fcfs":
+            return 0.0
+        if self._options.priority_aging_s == 0:
+            return request.priority
+        return request.priority * self._options.priority_aging_s + request.arrival_s
 
     def finish_request(self, request_id: str) -> bool:
         """End a request from outside (abort, deadline). False when it is not here. Its transfers end by themselves."""
@@ -128,7 +141,8 @@ class Scheduler:
 
         stepped_aside: list[Request] = []
         max_num_seqs = self._options.max_num_seqs  # also bounds how many may step aside: a step must not look at a long queue
-        while not preempted and budget > 0 and len(self.running) < max_num_seqs and len(stepped_aside) < max_num_seqs:
+        may_admit = not preempted and self._may_admit()
+        while may_admit and budget > 0 and len(self.running) < max_num_seqs and len(stepped_aside) < max_num_seqs:
             waiting = self._waiting.pop()
             if waiting is None:
                 break
@@ -172,6 +186,8 @@ class Scheduler:
             preempted_request_ids=[request.request_id for request in preempted],
             num_common_prefix_blocks=self._num_common_prefix_blocks,
         )
+        if new_requests and self._prompt_delay is not None:
+            self._prompt_delay.note_prompt_step(self._clock.now_s())
         self._finished_request_ids = []
         self._next_step_id += 1
         return plan
@@ -246,6 +262,13 @@ class Scheduler:
                 self._waiting.push(request)
 
     # -- admission -----------------------------------------------------------------------------------------------------
+    def _may_admit(self) -> bool:
+        """False while scheduler_delay_factor keeps prompts back."""
+        if self._prompt_delay is None:
+            return True
+        head_arrival_s = self._waiting.head_arrival_s()
+        return self._prompt_delay.is_over(self._clock.now_s(), head_arrival_s, is_anyone_running=bool(self.running))
+
     def _try_admit(self, request: Request, limit: int, output: StepOutput) -> tuple[_Admission, int]:
         """Try to start a waiting request with at most `limit` tokens in this step: (what became of it, tokens scheduled)."""
         kv = self._kv
@@ -441,8 +464,8 @@ class Scheduler:
             "loading": num_loading,
             "constraint": self._num_undecided,
         }
-        oldest_s = self._waiting.oldest_arrival_s()
-        stats.oldest_waiting_age_s = 0.0 if oldest_s is None else self._clock.now_s() - oldest_s
+        head_s = self._waiting.head_arrival_s()
+        stats.oldest_waiting_age_s = 0.0 if head_s is None else self._clock.now_s() - head_s
         stats.num_blocks_total = pool.num_blocks
         stats.num_blocks_free = pool.num_free
         stats.num_blocks_cached = pool.num_cached_free

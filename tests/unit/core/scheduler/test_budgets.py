@@ -61,3 +61,15 @@ def test_schedule_sequence_limit_keeps_the_rest_waiting() -> None:
     assert bench.engine.stats.num_waiting == 2
     bench.run()
     bench.assert_nothing_leaked()
+
+
+def test_run_to_the_end_leaves_no_request_and_no_reference_but_findable_blocks() -> None:
+    bench = EngineBench(num_blocks=25, block_size=4)
+    for index in range(5):
+        bench.add(f"r{index}", unique_prompt(index + 1, 10), max_tokens=10)
+    bench.run()
+    scheduler, pool = bench.engine._scheduler, bench.engine._pool
+    assert (scheduler.requests, scheduler.running, scheduler.num_waiting) == ({}, [], 0)
+    assert [pool.ref_count(block_id) for block_id in range(25)] == [0] * 25
+    assert (pool.num_free, pool.num_cached_free) == (25, 20), "each of 5 requests filled 4 blocks, which can still be hit"
+    bench.assert_nothing_leaked()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from core.kv.connector import TransferDirection, TransferOutcome
@@ -41,6 +43,75 @@ def test_admit_external_hit_of_whole_blocks_computes_the_last_one() -> None:
     bench.run()
     assert bench.num_cached_tokens["r"] == 16, "at least one token is computed, and hits are whole blocks"
     assert bench.tokens["r"] == oracle_tokens(prompt, 1)
+
+
+def test_schedule_two_loading_two_running_one_waiting_are_counted_by_reason() -> None:
+    remote = [unique_prompt(number, 40) for number in (1, 2)]
+    connector = MemoryConnector(store_with(*remote), is_immediate=False)
+    bench = EngineBench(num_blocks=64, block_size=16, connector=connector, max_num_batched_tokens=100)
+    for index, prompt in enumerate([*remote, *(unique_prompt(number, 50) for number in (3, 4, 5))]):
+        bench.add(f"r{index}", prompt)
+    bench.step()
+    assert scheduled(bench) == {"r2": 50, "r3": 50}
+    stats = bench.engine.stats
+    assert (stats.num_running, stats.waiting_by_reason) == (2, {"capacity": 1, "loading": 2, "constraint": 0})
+    assert stats.num_waiting == 3
+
+
+def test_admit_local_then_external_hit_loads_only_the_rest_and_counts_both() -> None:
+    prompt = unique_prompt(1, 128)
+    bench = EngineBench(num_blocks=32, block_size=16, connector=MemoryConnector(store_with(prompt[:32])))
+    bench.add("first", prompt[:64], max_tokens=1)
+    bench.step()
+    bench.step()
+    assert scheduled(bench) == {"first": 32}
+    bench.run()
+    connector = MemoryConnector(store_with(prompt[:96]))
+    bench = EngineBench(num_blocks=32, block_size=16, connector=connector)
+    bench.add("short", prompt[:65], max_tokens=1)
+    bench.run()
+    connector.started.clear()
+    stats = bench.engine.stats
+    before = dataclasses.replace(stats)
+    bench.add("long", prompt, max_tokens=1)
+    bench.step()
+    assert [len(transfer.block_ids) for transfer in connector.started] == [2]
+    bench.step()
+    assert scheduled(bench) == {"long": 32}
+    names = ("prefix_cache_query_tokens", "prefix_cache_hit_tokens", "external_query_tokens", "external_hit_tokens")
+    assert [getattr(stats, name) - getattr(before, name) for name in names] == [128, 64, 64, 32]
+    bench.run()
+    bench.assert_nothing_leaked()
+
+
+def test_load_in_flight_holds_its_blocks_unhashed_until_they_have_arrived() -> None:
+    prompt = unique_prompt(1, 40)
+    connector = MemoryConnector(store_with(prompt), is_immediate=False)
+    bench = EngineBench(num_blocks=20, block_size=16, connector=connector)
+    bench.add("r", prompt, max_tokens=3)
+    for _ in range(3):
+        bench.step()
+    (load,) = connector.started
+    pool, request = bench.engine._pool, bench.engine._scheduler.requests["r"]
+    assert (request.block_ids, request.num_computed_tokens, bench.runner.plans) == ([], 0, []), "the transfer holds them"
+    assert [(pool.ref_count(block_id), pool.block_hash(block_id)) for block_id in load.block_ids] == [(1, None)] * 2
+    connector.complete(load.transfer_id)
+    bench.step()
+    assert scheduled(bench) == {"r": 8}
+    assert request.block_ids[:2] == list(load.block_ids)
+    assert [pool.block_hash(block_id) for block_id in request.block_ids] == [*load.block_hashes, None]
+
+
+def test_admit_first_token_known_and_prompt_of_whole_blocks_computes_that_token_alone() -> None:
+    prompt = unique_prompt(1, 32)
+    bench = EngineBench(num_blocks=20, block_size=16, connector=MemoryConnector(store_with(prompt)))
+    bench.add("r", prompt, max_tokens=3, output=oracle_tokens(prompt, 1))
+    bench.step()
+    bench.step()
+    assert scheduled(bench) == {"r": 1}
+    assert bench.num_cached_tokens["r"] == 32
+    bench.run()
+    assert bench.tokens["r"] == oracle_tokens(prompt, 3)[1:]
 
 
 def test_load_in_flight_is_not_a_local_hit_and_second_request_waits_for_it() -> None:
@@ -183,4 +254,17 @@ def test_loads_that_hang_leave_room_to_compute_the_same_prompts() -> None:
     for transfer_id in list(connector.pending):
         connector.complete(transfer_id)
     bench.run()
+    bench.assert_nothing_leaked()
+
+
+def test_abort_after_its_load_has_arrived_frees_everything_at_once() -> None:
+    prompt = unique_prompt(1, 60)
+    connector = MemoryConnector(store_with(prompt), is_immediate=False)
+    bench = EngineBench(num_blocks=20, block_size=16, connector=connector)
+    bench.add("r", prompt, max_tokens=3)
+    bench.step()
+    connector.complete(connector.started[0].transfer_id)
+    bench.engine.settle()
+    assert bench.engine.abort_request("r") is True
+    assert bench.engine.has_work() is False
     bench.assert_nothing_leaked()

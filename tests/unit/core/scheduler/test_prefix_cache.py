@@ -11,12 +11,14 @@ def test_admit_common_prefix_shares_blocks() -> None:
     common = list(range(100, 148))
     bench.add("r0", common + [1] * 7, max_tokens=20)
     bench.step()
+    pool, r0 = bench.engine._pool, bench.engine._scheduler.requests["r0"]
+    assert [pool.block_hash(block_id) is not None for block_id in r0.block_ids] == [True, True, True, False]
     bench.add("r1", common + [2] * 5, max_tokens=20)
     bench.step()
     assert scheduled(bench) == {"r0": 1, "r1": 5}
-    r0, r1 = (bench.engine._scheduler.requests[name] for name in ("r0", "r1"))
+    r1 = bench.engine._scheduler.requests["r1"]
     assert r0.block_ids[:3] == r1.block_ids[:3]
-    assert [bench.engine._pool.ref_count(block_id) for block_id in r1.block_ids] == [2, 2, 2, 1]
+    assert [pool.ref_count(block_id) for block_id in r1.block_ids] == [2, 2, 2, 1]
     assert bench.last_plan.num_common_prefix_blocks == 3
 
 
@@ -76,6 +78,19 @@ def test_admit_prompt_logprobs_request_computes_everything_and_still_caches() ->
     assert bench.num_cached_tokens == {"a": 0, "b": 0, "c": 32}
 
 
+def test_admit_prompt_logprobs_request_fills_duplicates_of_cached_blocks() -> None:
+    bench = EngineBench(num_blocks=20, block_size=16)
+    prompt, pool, requests = unique_prompt(1, 40), bench.engine._pool, bench.engine._scheduler.requests
+    bench.add("a", prompt, max_tokens=9)
+    bench.step()
+    bench.add("b", prompt, max_tokens=9, prompt_logprobs=1)
+    bench.step()
+    a, b = requests["a"].block_ids, requests["b"].block_ids
+    assert not set(a) & set(b)
+    assert [pool.block_hash(block_id) for block_id in a] == [pool.block_hash(block_id) for block_id in b]
+    assert pool.block_hash(a[0]) is not None
+
+
 def test_admit_caching_off_counts_no_queries() -> None:
     bench = EngineBench(num_blocks=20, block_size=16, enable_prefix_caching=False)
     for name in ("a", "b"):
@@ -84,6 +99,40 @@ def test_admit_caching_off_counts_no_queries() -> None:
     stats = bench.engine.stats
     assert (stats.prefix_cache_query_tokens, stats.prefix_cache_hit_tokens) == (0, 0)
     assert bench.num_cached_tokens["b"] == 0
+    assert bench.engine._pool.num_cached_free == 0
+    bench.assert_nothing_leaked()
+
+
+def test_admit_caching_off_and_pool_full_waits_for_free_blocks() -> None:
+    bench = EngineBench(num_blocks=5, block_size=4, enable_prefix_caching=False)
+    bench.add("a", unique_prompt(1, 9), max_tokens=3)
+    bench.add("b", unique_prompt(1, 9), max_tokens=3)
+    bench.step()
+    assert scheduled(bench) == {"a": 9}, "two blocks are left, and b needs three"
+    while "a" not in bench.finished:
+        bench.step()
+    bench.step()
+    assert scheduled(bench) == {"b": 9}
+    bench.run()
+    assert bench.engine.stats.num_preemptions == 0
+    bench.assert_nothing_leaked()
+
+
+def test_admit_takes_a_cached_block_over_and_half_fills_it_its_old_content_is_gone() -> None:
+    bench = EngineBench(num_blocks=2, block_size=4)
+    for number in (1, 2):
+        bench.add(f"old {number}", unique_prompt(number, 4), max_tokens=1)
+        bench.run()
+    assert bench.engine._pool.num_cached_free == 2
+    bench.add("new", unique_prompt(3, 2), max_tokens=2)
+    bench.step()
+    (block_id,) = bench.engine._scheduler.requests["new"].block_ids
+    assert bench.engine._pool.block_hash(block_id) is None
+    bench.run()
+    for number, num_hit_tokens in ((2, 4), (1, 0)):
+        bench.add(f"again {number}", unique_prompt(number, 4), max_tokens=2, output=oracle_tokens(unique_prompt(number, 4), 1))
+        bench.run()
+        assert bench.num_cached_tokens[f"again {number}"] == num_hit_tokens
     bench.assert_nothing_leaked()
 
 
@@ -95,7 +144,7 @@ def test_decode_grows_by_one_block_at_a_time() -> None:
     request = bench.engine._scheduler.requests["r"]
     assert len(request.block_ids) == 4
     assert bench.engine._pool.block_hash(request.block_ids[3]) is None
-    for _ in range(16):
+    for _ in range(19):
         bench.step()
     assert len(request.block_ids) == 5
     hashes = [bench.engine._pool.block_hash(block_id) for block_id in request.block_ids]
@@ -108,9 +157,12 @@ def test_reset_prefix_cache_declines_while_in_use_and_forced_keeps_order() -> No
         bench.add(name, unique_prompt(ord(name), 9), max_tokens=20)
     bench.step()
     assert bench.engine.try_reset_prefix_cache() is False
+    hashes = bench.engine._scheduler.requests["a"].block_hashes
+    assert bench.engine.num_cached_blocks(hashes) == 2, "nothing was dropped"
     assert bench.engine.try_reset_prefix_cache(force=True) is True
+    assert (bench.engine.num_cached_blocks(hashes), bench.engine._pool.num_free) == (0, 64)
     bench.step()
-    assert scheduled(bench) == {"a": 10, "b": 10, "c": 10}, "in their order, from the start"
+    assert list(scheduled(bench).items()) == [("a", 10), ("b", 10), ("c", 10)], "in their order, from the start"
     bench.run()
     assert all(bench.tokens[name] == oracle_tokens(unique_prompt(ord(name), 9), 20) for name in ("a", "b", "c"))
     bench.assert_nothing_leaked()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from core.kv.connector import TransferDirection
 from core.request import FinishReason
 from tests.support.engine_bench import PREFILL, EngineBench, unique_prompt
@@ -96,3 +98,35 @@ def test_decode_blocks_are_saved_only_if_wanted() -> None:
         bench.run()
         counts.append(len(connector.store.blocks))
     assert counts == [4, 2]
+
+
+@pytest.mark.parametrize("num_tokens", [8, 40])
+def test_prefill_stage_saves_full_blocks_by_hash_and_pins_them_until_the_store_has_them(num_tokens: int) -> None:
+    connector = MemoryConnector(is_immediate=False)
+    bench = EngineBench(num_blocks=20, block_size=16, connector=connector)
+    bench.add("r", unique_prompt(1, num_tokens), max_tokens=50, stage=PREFILL)
+    bench.step()
+    assert bench.finished["r"].reason is FinishReason.LENGTH
+    saved = [block_id for transfer in connector.started for block_id in transfer.block_ids]
+    assert len(saved) == num_tokens // 16, "half a block has no name that another node could ask for"
+    assert bench.engine._pool.num_free == 20 - len(saved)
+    for transfer_id in list(connector.pending):
+        connector.complete(transfer_id)
+    bench.step()
+    assert (bench.prefill_done, bench.engine._pool.num_free) == (["r"], 20)
+    bench.assert_nothing_leaked()
+
+
+def test_abort_while_saving_frees_blocks_when_the_store_has_read_them() -> None:
+    connector = MemoryConnector(is_immediate=False)
+    bench = EngineBench(num_blocks=20, block_size=16, connector=connector)
+    bench.add("r", unique_prompt(1, 40), max_tokens=50)
+    bench.step()
+    assert bench.engine.abort_request("r") is True
+    assert bench.engine._pool.num_free == 18, "two blocks are being read; the third is free"
+    bench.step()
+    assert bench.engine._pool.num_free == 18
+    connector.complete(connector.started[0].transfer_id)
+    bench.step()
+    assert bench.engine._pool.num_free == 20
+    bench.assert_nothing_leaked()

@@ -27,6 +27,7 @@ def test_update_eos_sampled_finishes_and_is_reported_once() -> None:
     assert output.new_token_ids["r"] == [EOS_TOKEN_ID]
     plans = [bench.engine._scheduler.schedule(StepOutput()) for _ in range(2)]
     assert [plan.finished_request_ids for plan in plans] == [["r"], []]
+    assert output.finished["r"].stop_token_id is None, "the model's own end, not one that the request named"
 
 
 def test_update_stop_token_cuts_what_follows() -> None:
