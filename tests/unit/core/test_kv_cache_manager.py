@@ -16,7 +16,7 @@ def computed(kv: KVCacheManager, name: str, token_ids: list[int]) -> Request:
     """A request with a table whose full blocks are in the prefix cache."""
     request = make_request(name, token_ids)
     assert kv.try_allocate_table(request, [], len(token_ids))
-    request.num_computed_tokens = len(token_ids)
+    request.num_computed_tokens = request.num_written_tokens = len(token_ids)
     kv.commit(request)
     return request
 
