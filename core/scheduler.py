@@ -295,11 +295,13 @@ class Scheduler:
         self._drop_ended_from_running()
 
     def undo_step(self, plan: StepPlan) -> None:
-        """The plan was not computed, since the step before it failed: those of its requests that are left start over."""
-        self._kv.end_step(plan.step_id)
+        """The runner has not seen the plan, since a step before it failed: those of its requests that are left start over."""
+        if plan.num_total_tokens:
+            self._kv.end_step(plan.step_id)
+        self._finished_request_ids += plan.removed_request_ids
         for request_id in plan.num_scheduled_tokens:
             request = self.requests.get(request_id)
-            if request is not None:
+            if request is not None and request.status is RequestStatus.RUNNING:  # not undone already, by another plan
                 self._preempt(request)
                 self._finished_request_ids.append(request_id)  # the runner may know it or not
 
