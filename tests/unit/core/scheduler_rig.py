@@ -195,6 +195,11 @@ class SchedulerRig:
         self.scheduler.add_request(request)
         self._look_at_transfers()
 
+    def store(self, token_ids: tuple[int, ...], salt: str) -> None:
+        """Another engine has stored all full blocks of these tokens."""
+        for end in range(self.block_size, len(token_ids) + 1, self.block_size):
+            self.connector.store.blocks[self._hash_of((salt, token_ids[:end]))] = self._bytes_of(token_ids[:end])
+
     def _turn(self, priority: int) -> tuple[float, int]:
         aging_s = self.options.priority_aging_s
         if self.options.policy == "fcfs":

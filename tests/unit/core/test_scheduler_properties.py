@@ -28,7 +28,7 @@ from core.step import StepPlan
 from core.step_output import StepOutput
 from tests.unit.core.scheduler_rig import SchedulerRig, with_options
 
-CI_EXAMPLES = 60
+CI_EXAMPLES = 120
 EXAMPLES = int(os.environ.get("SCHEDULER_EXAMPLES", "0"))
 SETTINGS = settings(
     max_examples=EXAMPLES or CI_EXAMPLES,
@@ -198,6 +198,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def evict_from_store(self, which: int) -> None:
         stored = self.rig.connector.store.blocks
         del stored[list(stored)[which % len(stored)]]
+
+    @rule(family=st.integers(1, 2), salt=st.sampled_from(["", "tenant"]))
+    def store_elsewhere(self, family: int, salt: str) -> None:
+        self.rig.store(tuple(range(100 * family, 100 * family + 24)), salt)
 
     @rule(seconds=st.sampled_from([0.01, 0.06, 1.0]))
     def wait(self, seconds: float) -> None:
