@@ -237,22 +237,20 @@ class Scheduler:
             self._collect_prompt_logprobs(result, output)
         if result.logprobs:
             output.logprobs.update(result.logprobs)
-        for (request_id, num_tokens), sampled in zip(plan.num_scheduled_tokens.items(), result.sampled_token_ids, strict=True):
+        scheduled = plan.num_scheduled_tokens
+        for request_id, num_tokens, sampled in zip(scheduled, scheduled.values(), result.sampled_token_ids, strict=True):
             request = requests.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
+            if request is None:
                 continue
             request.num_written_tokens += num_tokens
             finished = None
             if sampled:
                 token_ids = request.token_ids
                 first_index[request_id] = len(token_ids) - request.num_prompt_tokens
-                for index, token_id in enumerate(sampled):
-                    token_ids.append(token_id)
-                    if token_id in request.stop_token_ids or len(token_ids) >= request.max_total_tokens:
-                        finished = self._check_stop(request, token_id)
-                        if finished is not None:
-                            sampled = sampled[: index + 1]
-                            break
+                token_ids += sampled
+                if len(token_ids) >= request.max_total_tokens or not request.stop_token_ids.isdisjoint(sampled):
+                    finished, num_kept = self._find_end(request, len(sampled))
+                    sampled = sampled[:num_kept]
                 new_token_ids[request_id] = sampled
                 num_generated += len(sampled)
                 if drafts and request_id in drafts:
@@ -500,14 +498,27 @@ class Scheduler:
                 self._finished_request_ids.append(request.request_id)  # the runner forgets it too
         return self._kv.pool.try_reset_hashes()
 
-    def _check_stop(self, request: Request, token_id: int) -> FinishedRequest | None:
-        """Whether the token just appended ends its request. Stop tokens count from min_tokens on."""
-        if token_id in request.stop_token_ids and request.num_output_tokens >= request.sampling.min_tokens:
-            is_named = token_id in request.sampling.stop_token_ids
-            return FinishedRequest(FinishReason.STOP, stop_token_id=token_id if is_named else None)
-        if len(request.token_ids) >= request.max_total_tokens:
-            return FinishedRequest(FinishReason.LENGTH)
-        return None
+    @staticmethod
+    def _find_end(request: Request, num_new: int) -> tuple[FinishedRequest | None, int]:
+        """Whether one of the last num_new tokens ends the request, and how many of them it keeps; the others are removed.
+
+        Stop tokens count from min_tokens on.
+        """
+        token_ids, sampling = request.token_ids, request.sampling
+        first = len(token_ids) - num_new
+        for length in range(first + 1, len(token_ids) + 1):
+            token_id = token_ids[length - 1]
+            if token_id in request.stop_token_ids and length - request.num_prompt_tokens >= sampling.min_tokens:
+                finished = FinishedRequest(FinishReason.STOP)
+                if token_id in sampling.stop_token_ids:
+                    finished.stop_token_id = token_id
+            elif length >= request.max_total_tokens:
+                finished = FinishedRequest(FinishReason.LENGTH)
+            else:
+                continue
+            del token_ids[length:]
+            return finished, length - first
+        return None, num_new
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         was = request.status
