@@ -44,9 +44,11 @@ tokens = st.integers(min_value=1, max_value=3)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests, steps, transfers and faults in any order."""
+    """Requests, steps, transfers and faults in any order. only_steps, only_store: what begin() takes in place of what it drew."""
 
     rig: SchedulerRig
+    only_steps = ""
+    only_store = ""
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
@@ -75,6 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         timeout_s: float,
         steps: str,
     ) -> None:
+        steps, store = self.only_steps or steps, self.only_store or store
         options = with_options(
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -399,21 +402,22 @@ def tokens_behind_a_stop_are_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_check_stop", check)
 
 
-PLANTED_BUGS: tuple[Patch, ...] = (
-    hashed_before_it_is_written,
+IN_OVERLAPPED_STEPS: tuple[Patch, ...] = (hashed_before_it_is_written, blocks_return_while_steps_write_them)
+IN_DRAFTS: tuple[Patch, ...] = (rejected_drafts_count_as_written,)
+IN_TRANSFERS: tuple[Patch, ...] = (
+    only_the_first_waiter_of_a_load_is_woken,
+    what_a_load_did_not_bring_is_hashed,
+    saves_pin_nothing,
+)
+ANYWHERE: tuple[Patch, ...] = (
     hit_leaves_nothing_to_compute,
     salt_is_ignored,
-    blocks_return_while_steps_write_them,
-    rejected_drafts_count_as_written,
     failed_step_is_kept,
     runner_is_not_told_who_was_preempted,
     too_many_tokens,
     too_many_requests,
     last_come_first_served,
     priority_is_ignored,
-    only_the_first_waiter_of_a_load_is_woken,
-    what_a_load_did_not_bring_is_hashed,
-    saves_pin_nothing,
     who_ended_still_fills_its_block,
     tail_of_a_table_leaks,
     own_hit_is_evicted,
@@ -422,9 +426,13 @@ PLANTED_BUGS: tuple[Patch, ...] = (
 )
 
 
-@pytest.mark.parametrize("plant", PLANTED_BUGS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", (*IN_OVERLAPPED_STEPS, *IN_DRAFTS, *IN_TRANSFERS, *ANYWHERE), ids=lambda plant: plant.__name__)
 def test_scheduler_planted_bug_is_found(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
+    monkeypatch.setattr(
+        SchedulerMachine, "only_steps", "overlap" if plant in IN_OVERLAPPED_STEPS else "drafts" if plant in IN_DRAFTS else ""
+    )
+    monkeypatch.setattr(SchedulerMachine, "only_store", "always" if plant in IN_TRANSFERS else "")
     first_only = settings(SETTINGS, max_examples=1_000, phases=[Phase.generate], report_multiple_bugs=False, print_blob=False)
     with pytest.raises(Exception) as caught:  # what the broken parts raise, or the plain model
         run_state_machine_as_test(SchedulerMachine, settings=first_only)
