@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from core.request import FinishReason
 from core.step import StepResult
 from core.step_output import StepOutput
 from tests.support.engine_bench import EngineBench, unique_prompt
@@ -30,15 +31,29 @@ def test_request_ends_while_steps_write_its_blocks_they_return_after_the_newest_
     assert pool.num_free == 8
 
 
-def test_schedule_pool_full_while_steps_are_in_flight_preempts_nobody_before_they_are_done() -> None:
-    bench = EngineBench(num_blocks=4, block_size=4, overlap_steps="on")
+def test_fail_step_runner_learns_who_ended_although_it_skips_the_plan_that_said_so() -> None:
+    bench = EngineBench(num_blocks=8, block_size=4, overlap_steps="on")
+    bench.add("short", unique_prompt(1, 3), max_tokens=1)
+    bench.add("long", unique_prompt(2, 3), max_tokens=9)
+    bench.step()
+    bench.step()
+    assert list(bench.finished) == ["short"]
+    bench.runner.fail_next = True
+    bench.step()  # schedules the plan that says so, while the one before it is in flight, and fails that one
+    assert bench.finished["long"].reason is FinishReason.ERROR
+    bench.assert_nothing_leaked()
+
+
+def test_undo_step_request_of_two_undone_steps_starts_over_once() -> None:
+    bench = EngineBench(num_blocks=8, block_size=4, overlap_steps="on")
     scheduler = bench.engine._scheduler
-    for name in ("a", "b"):
-        bench.add(name, unique_prompt(ord(name), 7), max_tokens=8)
-    plans = [scheduler.schedule(StepOutput()) for _ in range(3)]
-    assert [plan.num_scheduled_tokens for plan in plans] == [{"a": 7, "b": 7}, {"a": 1, "b": 1}, {}]
-    assert scheduler.must_settle and plans[2].preempted_request_ids == []
-    for plan in plans[:2]:
-        scheduler.update_from_output(plan, StepResult([[7], [8]]), StepOutput())
-    plan = scheduler.schedule(StepOutput())
-    assert (plan.num_scheduled_tokens, plan.preempted_request_ids) == ({"a": 1}, ["b"])
+    bench.add("failing", unique_prompt(1, 3), max_tokens=9)
+    plans = [scheduler.schedule(StepOutput())]
+    bench.add("other", unique_prompt(2, 3), max_tokens=9)
+    plans += [scheduler.schedule(StepOutput()) for _ in range(2)]
+    assert [list(plan.num_scheduled_tokens) for plan in plans] == [["failing"], ["failing", "other"], ["failing", "other"]]
+    scheduler.fail_step(plans[0], "broken", StepOutput())
+    scheduler.undo_step(plans[1])
+    scheduler.undo_step(plans[2])
+    assert (list(scheduler.requests), scheduler.num_waiting, bench.engine._pool.num_free) == (["other"], 1, 8)
+    assert scheduler.schedule(StepOutput()).num_scheduled_tokens == {"other": 3}
