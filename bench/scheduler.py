@@ -1,6 +1,7 @@
-"""Time of the scheduler alone: steady decode steps of many running requests, no model involved.
+"""Time of the scheduler alone, no model involved: steady decode steps of many running requests, and other scenarios.
 
 python -m bench.scheduler --running 256 --prompt-tokens 512 --json
+python -m bench.scheduler --scenario admission --json
 """
 
 from __future__ import annotations
@@ -12,60 +13,25 @@ import random
 import statistics
 import time
 
-from core.clock import MonotonicClock
-from core.config import EngineOptions
-from core.kv.block_pool import BlockPool
-from core.kv.hashing import Namespace
-from core.kv.ledger import TransferLedger
-from core.kv_cache_manager import KVCacheManager
+from bench.scheduler_scenarios import BLOCK_SIZE, SCENARIOS, make_request, make_scheduler, random_prompt, result_of
 from core.request import Request
-from core.sampling_params import SamplingParams
 from core.scheduler import Scheduler
-from core.stats import EngineStats
 from core.step import StepPlan, StepResult
 from core.step_output import StepOutput
-
-BLOCK_SIZE = 16
 
 
 def build_scheduler(num_running: int, prompt_tokens: int, num_steps: int) -> tuple[Scheduler, list[Request]]:
     """A scheduler with room for everything, and its requests, not yet added. Prompts are random and share nothing."""
-    options = EngineOptions(
-        block_size=BLOCK_SIZE,
-        max_num_seqs=num_running,
-        max_num_batched_tokens=max(8192, num_running),
-        max_num_waiting=num_running,
-    )
     num_blocks = num_running * ((prompt_tokens + num_steps) // BLOCK_SIZE + 2)
-    clock, stats, pool = MonotonicClock(), EngineStats(), BlockPool(num_blocks)
-    ledger = TransferLedger(
-        None, pool, clock, stats, block_size=BLOCK_SIZE, block_bytes=4096, load_timeout_s=1.0, save_timeout_s=1.0
-    )
-    scheduler = Scheduler(options, KVCacheManager(pool, BLOCK_SIZE), ledger, clock, stats)
-    root = Namespace(b"model", b"layout", BLOCK_SIZE).root_hash()
     rng = random.Random(0)
-    requests = [
-        Request(
-            request_id=f"request-{index}",
-            token_ids=[rng.randrange(49152) for _ in range(prompt_tokens)],
-            num_prompt_tokens=prompt_tokens,
-            sampling=SamplingParams(max_tokens=num_steps + 1000),
-            root_hash=root,
-            stop_token_ids=frozenset((2,)),
-            max_total_tokens=prompt_tokens + num_steps + 1000,
-        )
-        for index in range(num_running)
-    ]
-    return scheduler, requests
+    prompts = [random_prompt(rng, prompt_tokens) for _ in range(num_running)]
+    requests = [make_request(f"request-{index}", prompt, num_steps + 1000) for index, prompt in enumerate(prompts)]
+    return make_scheduler(num_blocks, num_running, 8192), requests
 
 
 def sample_anything(plan: StepPlan, scheduler: Scheduler) -> StepResult:
     """What a runner would return: a token for each request whose tokens are all computed."""
-    sampled = []
-    for request_id in plan.num_scheduled_tokens:
-        request = scheduler.requests[request_id]
-        sampled.append([7] if request.num_computed_tokens == len(request.token_ids) else [])
-    return StepResult(sampled)
+    return result_of(plan, scheduler, lambda _request, _number: 7)
 
 
 def run(num_running: int, prompt_tokens: int, num_steps: int) -> dict[str, float]:
@@ -111,7 +77,8 @@ def run(num_running: int, prompt_tokens: int, num_steps: int) -> dict[str, float
 def main() -> None:
     """Parse flags, run, print."""
     parser = argparse.ArgumentParser(description="Time of Scheduler.schedule and update_from_output over steady decode steps.")
-    parser.add_argument("--running", type=int, default=256, help="requests that decode")
+    parser.add_argument("--scenario", choices=["decode", *SCENARIOS, "all"], default="decode")
+    parser.add_argument("--running", type=int, default=256, help="requests that decode (this and the next two: of that scenario)")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--json", action="store_true", help="print one JSON line")
@@ -119,12 +86,17 @@ def main() -> None:
     for name in ("running", "prompt_tokens", "steps"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: got {getattr(arguments, name)}; allowed: 1 or more")
-    figures = run(arguments.running, arguments.prompt_tokens, arguments.steps)
+    figures: dict[str, object] = {}
+    if arguments.scenario in ("decode", "all"):
+        figures = dict(run(arguments.running, arguments.prompt_tokens, arguments.steps))
+    for name, scenario in SCENARIOS.items():
+        if arguments.scenario in (name, "all"):
+            figures[name] = scenario()
     if arguments.json:
         print(json.dumps(figures))
     else:
         for name, value in figures.items():
-            print(f"{name:20} {value:>12}")
+            print(f"{name:20} {value!s:>12}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import typing
@@ -62,13 +63,15 @@ class ModelOptions:
 class EngineOptions:
     """One engine. kv_pool_mib sizes the pool unless num_blocks is set. long_prefill_token_threshold 0: no cap on a chunk.
 
-    policy: fcfs or priority (lower value first, then earlier arrival). save_decode_blocks: store blocks that fill while
-    decoding, so that a request can move to another node by a prefix hit. overlap_steps: on, off or auto: schedule a step while
-    the one before it runs. num_speculative_tokens: drafts to verify per request and step, 0: none; then steps do not overlap.
-    They are what followed the last prompt_lookup_max (or fewer, down to prompt_lookup_min) tokens before. kv_load_policy: auto
-    loads KV from the store when that is predicted to be faster than computing it, always does not ask. num_threads 0: what torch
-    chooses. device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory through which KV passes
-    between a CUDA device and the store.
+    policy: fcfs or priority (lower value first, then earlier arrival). priority_aging_s: waiting that long raises a priority by
+    one level, so that nobody waits for ever (0: never). scheduler_delay_factor: while others decode, a prompt waits this many
+    times the latency of the last step with a prompt, so that several are computed together (0: not at all). save_decode_blocks:
+    store blocks that fill while decoding, so that a request can move to another node by a prefix hit. overlap_steps: on, off or
+    auto: schedule a step while the one before it runs. num_speculative_tokens: drafts to verify per request and step, 0: none;
+    then steps do not overlap. They are what followed the last prompt_lookup_max (or fewer, down to prompt_lookup_min) tokens
+    before. kv_load_policy: auto loads KV from the store when that is predicted to be faster than computing it, always does not
+    ask. num_threads 0: what torch chooses. device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host
+    memory through which KV passes between a CUDA device and the store.
     """
 
     block_size: int = 16
@@ -81,6 +84,8 @@ class EngineOptions:
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
     policy: str = "fcfs"
+    priority_aging_s: float = 0.0
+    scheduler_delay_factor: float = 0.0
     save_decode_blocks: bool = True
     overlap_steps: str = "auto"
     num_speculative_tokens: int = 0
@@ -99,6 +104,8 @@ class EngineOptions:
             _check(getattr(self, name) >= 1, f"engine.{name}", getattr(self, name), "1 or more")
         for name in ("num_blocks", "long_prefill_token_threshold", "num_threads"):
             _check(getattr(self, name) >= 0, f"engine.{name}", getattr(self, name), "0 or more")
+        for name in ("priority_aging_s", "scheduler_delay_factor"):
+            _check(0 <= getattr(self, name) < math.inf, f"engine.{name}", getattr(self, name), "0 (off) or more")
         for name in ("lookup_timeout_s", "kv_load_timeout_s", "kv_save_timeout_s"):
             _check(getattr(self, name) > 0, f"engine.{name}", getattr(self, name), "above 0")
         is_device = re.fullmatch("cpu|cuda(:(0|[1-9][0-9]?))?", self.device) is not None

@@ -236,11 +236,9 @@ class EngineCore:
         while self._steps:
             outcomes.append(self._steps.finish())
         for outcome in outcomes:
-            if not outcome.plan.num_total_tokens:
-                continue
             if outcome.was_skipped:
                 self._scheduler.undo_step(outcome.plan)
-            else:
+            elif outcome.plan.num_total_tokens:
                 self._scheduler.fail_step(outcome.plan, outcome.error, output)
 
     def settle(self) -> StepOutput:

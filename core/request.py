@@ -66,6 +66,7 @@ class Request:
     sampling: SamplingParams
     stage: RequestStage = RequestStage.DECODE
     priority: int = 0
+    rank: float = 0.0  # what its place in the queue is by, before arrival_index: follows from its priority at arrival
     arrival_index: int = 0
     arrival_s: float = 0.0
     deadline_s: float = float("inf")
@@ -107,9 +108,9 @@ class Request:
         return self.sampling.prompt_logprobs is None or self.num_output_tokens > 0
 
     @property
-    def schedule_key(self) -> tuple[int, int]:
-        """Order of service: lower priority value first, then earlier arrival."""
-        return (self.priority, self.arrival_index)
+    def schedule_key(self) -> tuple[float, int]:
+        """Order of service: lower rank first, then earlier arrival. It never changes, so preempted requests keep their place."""
+        return (self.rank, self.arrival_index)
 
 
 def transition(request: Request, status: RequestStatus) -> None:

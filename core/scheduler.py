@@ -17,6 +17,7 @@ from core.drafter import Drafter
 from core.kv.connector import TransferDirection
 from core.kv.ledger import EndedTransfer, TransferLedger
 from core.kv_cache_manager import KVCacheManager
+from core.prompt_delay import PromptDelay
 from core.request import FinishReason, Request, RequestStage, RequestStatus, transition
 from core.stats import EngineStats
 from core.step import NewRequest, StepPlan, StepResult
@@ -68,6 +69,7 @@ class Scheduler:
         self._finished_request_ids: list[str] = []  # since the last plan, for the runner
         self._num_common_prefix_blocks = 0
         self._is_batch_changed = True
+        self._prompt_delay = PromptDelay(factor) if (factor := options.scheduler_delay_factor) else None
 
     # -- intake --------------------------------------------------------------------------------------------------------
     def add_request(self, request: Request) -> None:
@@ -75,14 +77,25 @@ class Scheduler:
         assert request.request_id not in self.requests, f"{request.request_id} is already here"
         request.arrival_index = self._next_arrival_index
         self._next_arrival_index += 1
-        if self._options.policy == "fcfs":
-            request.priority = 0
+        request.rank = self._rank(request)
         self.requests[request.request_id] = request
         if len(self._waiting) and request.may_hit and self._kv.enable_prefix_caching:
             # It will not be its turn in the next step: ask the store now, so that the answer is known then.
             self._kv.extend_hashes(request)
             self._ledger.num_external_blocks(request.request_id, request.block_hashes, 0, request.kv_sources)
         self._waiting.push(request)
+
+    def _rank(self, request: Request) -> float:
+        """What its place in the queue is by: its priority where that counts, or with aging the moment at which that will be 0.
+
+        Waiting for priority_aging_s raises a priority by one level, for all who wait alike: their order never changes, and this
+        is computed once.
+        """
+        if self._options.policy == "fcfs":
+            return 0.0
+        if self._options.priority_aging_s == 0:
+            return request.priority
+        return request.priority * self._options.priority_aging_s + request.arrival_s
 
     def finish_request(self, request_id: str) -> bool:
         """End a request from outside (abort, deadline). False when it is not here. Its transfers end by themselves."""
@@ -156,7 +169,8 @@ class Scheduler:
 
         stepped_aside: list[Request] = []
         max_num_seqs = self._options.max_num_seqs  # also bounds how many may step aside: a step must not look at a long queue
-        while not preempted and budget > 0 and len(self.running) < max_num_seqs and len(stepped_aside) < max_num_seqs:
+        may_admit = not preempted and self._may_admit()
+        while may_admit and budget > 0 and len(self.running) < max_num_seqs and len(stepped_aside) < max_num_seqs:
             waiting = self._waiting.pop()
             if waiting is None:
                 break
@@ -203,6 +217,8 @@ class Scheduler:
             num_common_prefix_blocks=self._num_common_prefix_blocks,
             draft_token_ids=drafts,
         )
+        if new_requests and self._prompt_delay is not None:
+            self._prompt_delay.note_prompt_step(self._clock.now_s())
         if num_scheduled:
             self._kv.begin_step(plan.step_id)
         self._finished_request_ids = []
@@ -277,11 +293,13 @@ class Scheduler:
         self._drop_ended_from_running()
 
     def undo_step(self, plan: StepPlan) -> None:
-        """The plan was not computed, since the step before it failed: those of its requests that are left start over."""
-        self._kv.end_step(plan.step_id)
+        """The runner has not seen the plan, since a step before it failed: those of its requests that are left start over."""
+        if plan.num_total_tokens:
+            self._kv.end_step(plan.step_id)
+        self._finished_request_ids += plan.removed_request_ids
         for request_id in plan.num_scheduled_tokens:
             request = self.requests.get(request_id)
-            if request is not None:
+            if request is not None and request.status is RequestStatus.RUNNING:  # not undone already, by another plan
                 self._preempt(request)
                 self._finished_request_ids.append(request_id)  # the runner may know it or not
 
@@ -299,6 +317,13 @@ class Scheduler:
                 self._waiting.push(request)
 
     # -- admission -----------------------------------------------------------------------------------------------------
+    def _may_admit(self) -> bool:
+        """False while scheduler_delay_factor keeps prompts back."""
+        if self._prompt_delay is None:
+            return True
+        head_arrival_s = self._waiting.head_arrival_s()
+        return self._prompt_delay.is_over(self._clock.now_s(), head_arrival_s, is_anyone_running=bool(self.running))
+
     def _try_admit(self, request: Request, limit: int, output: StepOutput) -> tuple[_Admission, int]:
         """Try to start a waiting request with at most `limit` tokens in this step: (what became of it, tokens scheduled)."""
         kv = self._kv
@@ -547,8 +572,8 @@ class Scheduler:
             "loading": num_loading,
             "constraint": self._num_undecided,
         }
-        oldest_s = self._waiting.oldest_arrival_s()
-        stats.oldest_waiting_age_s = 0.0 if oldest_s is None else self._clock.now_s() - oldest_s
+        head_s = self._waiting.head_arrival_s()
+        stats.oldest_waiting_age_s = 0.0 if head_s is None else self._clock.now_s() - head_s
         stats.num_blocks_total = pool.num_blocks
         stats.num_blocks_free = pool.num_free
         stats.num_blocks_cached = pool.num_cached_free

@@ -13,10 +13,10 @@ _MIN_GARBAGE = 64
 
 
 class WaitingQueue:
-    """A heap by (priority, arrival). Its length counts requests that still wait."""
+    """A heap by (rank, arrival). Its length counts requests that still wait."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Request]] = []
+        self._heap: list[tuple[tuple[float, int], Request]] = []
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -43,6 +43,8 @@ class WaitingQueue:
             self._heap = [entry for entry in self._heap if entry[1].status is RequestStatus.WAITING]
             heapq.heapify(self._heap)
 
-    def oldest_arrival_s(self) -> float | None:
+    def head_arrival_s(self) -> float | None:
         """Arrival of the head of the queue; None when nobody waits."""
-        return self._heap[0][1].arrival_s if self._num_waiting else None
+        while self._heap and self._heap[0][1].status is not RequestStatus.WAITING:
+            heapq.heappop(self._heap)
+        return self._heap[0][1].arrival_s if self._heap else None

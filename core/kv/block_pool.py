@@ -37,16 +37,19 @@ class BlockPool:
         """Take blocks, each with one reference and no hash; None when there are not enough, and nothing has changed then."""
         if num_blocks > self.num_free:
             return None
-        block_ids = []
-        for _ in range(num_blocks):
-            if self._free_unhashed:
-                block_id = self._free_unhashed.pop()
-            else:
-                block_id, _none = self._free_hashed.popitem(last=False)
-                self._forget_hash(block_id)
-                self.num_evictions += 1
-            self._ref_counts[block_id] = 1
+        unhashed = self._free_unhashed
+        num_kept = max(0, len(unhashed) - num_blocks)
+        block_ids = unhashed[num_kept:]
+        block_ids.reverse()
+        del unhashed[num_kept:]
+        for _ in range(num_blocks - len(block_ids)):
+            block_id, _none = self._free_hashed.popitem(last=False)
+            self._forget_hash(block_id)
+            self.num_evictions += 1
             block_ids.append(block_id)
+        ref_counts = self._ref_counts
+        for block_id in block_ids:
+            ref_counts[block_id] = 1
         return block_ids
 
     def add_references(self, block_ids: Iterable[int]) -> None:
@@ -118,13 +121,12 @@ class BlockPool:
         assert block_hash is not None
         self._hash_by_block[block_id] = None
         duplicates = self._duplicates_by_hash.get(block_hash)
+        if duplicates is None:
+            del self._block_by_hash[block_hash]
+            return
         if self._block_by_hash[block_hash] == block_id:
-            if duplicates:
-                self._block_by_hash[block_hash] = duplicates.pop()
-            else:
-                del self._block_by_hash[block_hash]
+            self._block_by_hash[block_hash] = duplicates.pop()
         else:
-            assert duplicates is not None
             duplicates.remove(block_id)
-        if duplicates is not None and not duplicates:
+        if not duplicates:
             del self._duplicates_by_hash[block_hash]

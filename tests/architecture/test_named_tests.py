@@ -40,3 +40,17 @@ def test_faults_of_stores_every_cell_has_a_test_that_exists_or_says_why_not() ->
     assert len(rows) == 14 and {len(row) for row in rows} == {8}
     for fault, *cells in rows:
         assert all(NAME.search(cell) or cell.startswith("— ") for cell in cells), f"{fault}: a store without a test"
+
+
+def test_scheduler_cases_each_of_the_forty_has_a_test_or_a_reason_that_exist() -> None:
+    document = TESTS / "unit" / "core" / "SCHEDULER_CASES.md"
+    check_names(document)
+    rows = table_of(document)
+    assert [row[0] for row in rows] == [str(number) for number in range(1, 41)]
+    reasons = [row[0] for row in table_of(TESTS.parent / "ARCHITECTURE.md")]
+    for number, _case, where in rows:
+        quoted = re.findall(r'"([^"]+)"', where)
+        assert quoted or NAME.search(where), f"case {number} is nowhere"
+        assert ("differs" in where) == bool(quoted), f"case {number}"
+        for words in quoted:
+            assert any(reason.startswith(words) for reason in reasons), f"case {number}: no row begins with {words!r}"

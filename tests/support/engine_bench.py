@@ -16,6 +16,7 @@ from core.sampling_params import SamplingParams
 from core.step import StepPlan
 from core.step_output import FinishedRequest, StepOutput
 from tests.support.fake_runner import FakeRunner, fake_layout, fake_model
+from tests.support.memory_connector import MemoryConnector, MemoryStore
 from tests.support.virtual_clock import VirtualClock
 
 
@@ -106,3 +107,24 @@ class EngineBench:
 PREFILL = RequestStage.PREFILL
 LENGTH = FinishReason.LENGTH
 STOP = FinishReason.STOP
+
+
+def unique_prompt(name: int, num_tokens: int) -> list[int]:
+    """num_tokens tokens that no other name's prompt starts with."""
+    return [name, *range(1, num_tokens)][:num_tokens]
+
+
+def scheduled(bench: EngineBench) -> dict[str, int]:
+    """The last plan's tokens per request."""
+    return dict(bench.last_plan.num_scheduled_tokens)
+
+
+def store_with(*prompts: list[int], block_size: int = 16) -> MemoryStore:
+    """A store that holds all full blocks of these prompts."""
+    store = MemoryStore()
+    bench = EngineBench(num_blocks=64, block_size=block_size, connector=MemoryConnector(store))
+    for index, prompt in enumerate(prompts):
+        bench.add(f"seed {index}", prompt, max_tokens=1, stage=PREFILL)
+    bench.run()
+    assert len(bench.prefill_done) == len(prompts)
+    return store

@@ -34,7 +34,7 @@ def fake_model(block_size: int, max_model_len: int) -> EngineModel:
     )
 
 
-def _entry(previous: bytes, token_id: int, position: int) -> bytes:
+def fake_entry(previous: bytes, token_id: int, position: int) -> bytes:
     return sha256(previous + token_id.to_bytes(4, "little") + position.to_bytes(4, "little")).digest()
 
 
@@ -49,11 +49,11 @@ def oracle_tokens(prompt_token_ids: Sequence[int], num_tokens: int) -> list[int]
     entries = b""
     previous = b""
     for position, token_id in enumerate(token_ids):
-        previous = _entry(previous, token_id, position)
+        previous = fake_entry(previous, token_id, position)
         entries += previous
     for _ in range(num_tokens):
         token_ids.append(_next_token(entries))
-        previous = _entry(previous, token_ids[-1], len(token_ids) - 1)
+        previous = fake_entry(previous, token_ids[-1], len(token_ids) - 1)
         entries += previous
     return token_ids[len(prompt_token_ids) :]
 
@@ -108,7 +108,7 @@ class FakeRunner:
         token_ids = request.token_ids + drafts
         for position in range(request.num_computed, end):
             previous = self._read(request, position - 1) if position else b""
-            entry = _entry(previous, token_ids[position], position)
+            entry = fake_entry(previous, token_ids[position], position)
             block, offset = self._locate(request, position)
             self.pool.block(block)[offset : offset + ENTRY_BYTES] = entry
         request.num_computed = end

@@ -12,7 +12,7 @@ import pytest
 
 from connectors.contract.node import SteppedClock
 from connectors.registry import create_connector
-from connectors.slots.eviction_policy import PINNED
+from connectors.slots.eviction_policy import FREQUENT, PINNED, AdaptiveReplacement
 from connectors.slots.index import SlotIndex, take_lease_number
 from connectors.slots.index_file import LAST_USE, IndexFile, create_index_file
 from core.errors import ConfigError
@@ -155,7 +155,37 @@ class LeafModel:
         return bool(leaves)
 
 
+@pytest.mark.parametrize("eviction", ["lru", "arc", "prefix"])
+def test_reserve_with_a_stored_block_among_the_new_ones_evicts_another(open_store: OpenStore, eviction: str) -> None:
+    index = open_store(eviction, 4)
+    one, two, *new = names(1, 5)
+    save(index, [one])
+    save(index, [two])
+    index.touch_later([one])
+    save(index, [two, *new])  # two was used longest ago
+    assert stored(index, [one, two, *new]) == [False, True, True, True, True]
+
+
 class TestArc:
+    def test_second_use_moves_a_block_to_those_used_again_and_a_ghost_raises_the_target(self, open_store: OpenStore) -> None:
+        index = open_store("arc", 8)
+        policy = index.recency._policy
+        assert isinstance(policy, AdaptiveReplacement)
+        again, other = names(1, 1), names(2, 1)
+        use(index, again)
+        use(index, other)
+        assert self.used_again(index, [*again, *other]) == [False, False]
+        use(index, again)
+        assert self.used_again(index, [*again, *other]) == [True, False]
+        use(index, names(3, 7))
+        assert (stored(index, [*again, *other]), policy.target_recent) == ([True, False], 0.0)
+        use(index, other)
+        assert (self.used_again(index, other), policy.target_recent) == ([True], 1.0)
+
+    def used_again(self, index: SlotIndex, chain: Sequence[bytes]) -> list[bool]:
+        words = index.file.records[index.mirror.slots_of(chain), LAST_USE]
+        return [bool(word & np.uint64(FREQUENT)) for word in words]
+
     def trace(self, index: SlotIndex) -> int:
         """Hits of twenty rounds over a small working set, with a scan of blocks that nobody uses again after each."""
         num_hits = 0

@@ -34,6 +34,14 @@ def test_block_hashes_depend_on_everything_before() -> None:
     assert a[0] != b[0] and a[1] != b[1]
 
 
+def test_block_hashes_root_enters_the_first_alone_and_later_ones_by_their_parent() -> None:
+    ours, theirs = _hashes([1, 2, 3, 4, 5, 6, 7, 8]), _hashes([1, 2, 3, 4, 5, 6, 7, 8], root=bytes(16))
+    assert set(ours).isdisjoint(theirs)
+    mixed = ours[:1]
+    extend_block_hashes(mixed, [1, 2, 3, 4, 5, 6, 7, 8], 4, bytes(16))
+    assert mixed == ours
+
+
 def test_root_hash_differs_for_every_part_and_parts_cannot_run_together() -> None:
     layouts = [
         KVLayout(num_layers=layers, block_size=block, num_kv_heads=heads, head_dim=8, dtype=dtype).fingerprint
