@@ -63,6 +63,8 @@ class ModelOptions:
 class EngineOptions:
     """One engine. kv_pool_mib sizes the pool unless num_blocks is set. long_prefill_token_threshold 0: no cap on a chunk.
 
+    max_long_partial_prefills: while so many prompts are being computed of which more than a capped chunk is left, other such ones
+    let shorter ones pass (0: nobody jumps the queue).
     policy: fcfs or priority (lower value first, then earlier arrival). priority_aging_s: waiting that long raises a priority by
     one level, so that nobody waits for ever (0: never). scheduler_delay_factor: while others decode, a prompt waits this many
     times the latency of the last step with a prompt, so that several are computed together (0: not at all). save_decode_blocks:
@@ -82,6 +84,7 @@ class EngineOptions:
     max_num_waiting: int = 2048
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    max_long_partial_prefills: int = 0
     enable_prefix_caching: bool = True
     policy: str = "fcfs"
     priority_aging_s: float = 0.0
@@ -102,7 +105,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("block_size", "kv_pool_mib", "staging_mib", "max_num_batched_tokens", "max_num_seqs", "max_num_waiting"):
             _check(getattr(self, name) >= 1, f"engine.{name}", getattr(self, name), "1 or more")
-        for name in ("num_blocks", "long_prefill_token_threshold", "num_threads"):
+        for name in ("num_blocks", "long_prefill_token_threshold", "max_long_partial_prefills", "num_threads"):
             _check(getattr(self, name) >= 0, f"engine.{name}", getattr(self, name), "0 or more")
         for name in ("priority_aging_s", "scheduler_delay_factor"):
             _check(0 <= getattr(self, name) < math.inf, f"engine.{name}", getattr(self, name), "0 (off) or more")
@@ -116,6 +119,9 @@ class EngineOptions:
         _check(0 <= drafted <= 32, "engine.num_speculative_tokens", drafted, "0 to 32")
         _check(1 <= longest <= 32, "engine.prompt_lookup_max", longest, "1 to 32")
         _check(1 <= shortest <= longest, "engine.prompt_lookup_min", shortest, f"1 to engine.prompt_lookup_max ({longest})")
+        limit = self.max_long_partial_prefills
+        is_long_known = limit == 0 or self.long_prefill_token_threshold > 0
+        _check(is_long_known, "engine.max_long_partial_prefills", limit, "0 without engine.long_prefill_token_threshold")
         _check(self.kv_load_policy in ("auto", "always"), "engine.kv_load_policy", self.kv_load_policy, "auto or always")
         _check(
             self.max_num_batched_tokens >= self.max_num_seqs,

@@ -17,6 +17,7 @@ from core.drafter import Drafter
 from core.kv.connector import TransferDirection
 from core.kv.ledger import EndedTransfer, TransferLedger
 from core.kv_cache_manager import KVCacheManager
+from core.long_prompts import LongPrompts
 from core.prompt_delay import PromptDelay
 from core.request import FinishReason, Request, RequestStage, RequestStatus, transition
 from core.stats import EngineStats
@@ -32,7 +33,7 @@ class _Admission(enum.Enum):
 
     ADMITTED = "admitted"
     LOADING = "loading"  # stepped aside until a transfer ends
-    UNDECIDED = "undecided"  # the store does not know yet what it has: steps aside until the next step
+    UNDECIDED = "undecided"  # the store does not know yet what it has, or others go first: steps aside until the next step
     NO_ROOM = "no_room"  # nobody jumps the queue
 
 
@@ -70,6 +71,8 @@ class Scheduler:
         self._num_common_prefix_blocks = 0
         self._is_batch_changed = True
         self._prompt_delay = PromptDelay(factor) if (factor := options.scheduler_delay_factor) else None
+        max_long = options.max_long_partial_prefills
+        self._long_prompts = LongPrompts(options.long_prefill_token_threshold, max_long) if max_long else None
 
     # -- intake --------------------------------------------------------------------------------------------------------
     def add_request(self, request: Request) -> None:
@@ -318,7 +321,9 @@ class Scheduler:
 
     # -- admission -----------------------------------------------------------------------------------------------------
     def _may_admit(self) -> bool:
-        """False while scheduler_delay_factor keeps prompts back."""
+        """Once per step. False while scheduler_delay_factor keeps prompts back."""
+        if self._long_prompts is not None:
+            self._long_prompts.begin_step()
         if self._prompt_delay is None:
             return True
         head_arrival_s = self._waiting.head_arrival_s()
@@ -326,7 +331,9 @@ class Scheduler:
 
     def _try_admit(self, request: Request, limit: int, output: StepOutput) -> tuple[_Admission, int]:
         """Try to start a waiting request with at most `limit` tokens in this step: (what became of it, tokens scheduled)."""
-        kv = self._kv
+        kv, long_prompts = self._kv, self._long_prompts
+        if long_prompts is not None and long_prompts.is_next_in_vain(request):
+            return _Admission.UNDECIDED, 0
         hit_block_ids = kv.find_local_hit(request)
         next_hash = kv.next_hit_hash(request, len(hit_block_ids))
         if next_hash in self._in_progress:  # a later step finds it as a hit
@@ -337,6 +344,8 @@ class Scheduler:
         num_known = request.num_tokens_with_spec
         num_hit_tokens = len(hit_block_ids) * kv.block_size
         num_tokens = num_known - num_hit_tokens
+        if long_prompts is not None and not long_prompts.try_admit(request, num_tokens):
+            return _Admission.UNDECIDED, 0
         if num_tokens > limit:
             if not self._options.enable_chunked_prefill and limit < self._options.max_num_batched_tokens:
                 return _Admission.NO_ROOM, 0

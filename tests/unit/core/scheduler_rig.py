@@ -369,6 +369,9 @@ class SchedulerRig:
         limit = options.long_prefill_token_threshold
         if limit and options.enable_chunked_prefill:
             assert all(num_tokens <= limit for num_tokens in scheduled.values())
+        if options.max_long_partial_prefills:
+            num_left = [request.num_tokens_with_spec - request.num_computed_tokens for request in self.scheduler.running]
+            assert sum(left > limit for left in num_left) <= options.max_long_partial_prefills
         for name, drafts in plan.draft_token_ids.items():
             assert 0 < len(drafts) < scheduled[name] + 1
         for new in plan.new_requests:
@@ -384,7 +387,10 @@ class SchedulerRig:
             return
         turn = self.expected[request.request_id].turn
         for other in self.scheduler.requests.values():
-            if other.status is RequestStatus.WAITING and self.expected[other.request_id].turn < turn:
+            lets_pass = (
+                self.options.max_long_partial_prefills and len(other.token_ids) > self.options.long_prefill_token_threshold
+            )
+            if other.status is RequestStatus.WAITING and self.expected[other.request_id].turn < turn and not lets_pass:
                 next_end = (len(self.longest_prefix(other)) + 1) * self.block_size
                 salt, wanted = self.expected[other.request_id].salt, other.token_ids[:next_end]
                 makers = [

@@ -157,6 +157,7 @@ def test_config_tree_is_frozen() -> None:
         (["--engine.device", "cuda:a"], "engine.device", "cuda:a", "cpu, cuda or cuda:N"),
         (["--engine.priority_aging_s", "-1"], "engine.priority_aging_s", -1.0, "0 (off) or more"),
         (["--engine.scheduler_delay_factor", "inf"], "engine.scheduler_delay_factor", float("inf"), "0 (off) or more"),
+        (["--engine.max_long_partial_prefills", "1"], "engine.max_long_partial_prefills", 1, "0 without"),
         (["--engine.kv_load_timeout_s", "0"], "engine.kv_load_timeout_s", 0.0, "above 0"),
         (["--max-num-batched-tokens", "4"], "engine.max_num_batched_tokens", 4, "at least engine.max_num_seqs (128)"),
         (["--router", "8001"], "node.router", "8001", "HOST:PORT"),

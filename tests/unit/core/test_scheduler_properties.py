@@ -22,7 +22,7 @@ from core.kv.block_pool import BlockPool
 from core.kv.connector import TransferDirection, TransferOutcome, TransferResult
 from core.kv.ledger import TransferLedger
 from core.kv_cache_manager import KVCacheManager
-from core.request import FinishReason, Request
+from core.request import Request
 from core.scheduler import Scheduler
 from core.step import StepPlan
 from core.step_output import StepOutput
@@ -55,7 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool_tokens=st.integers(MAX_MODEL_LEN, 2 * MAX_MODEL_LEN),
         max_num_seqs=st.integers(1, 6),
         extra_budget=st.sampled_from([0, 4, 40]),
-        limits=st.sampled_from([(0, True), (0, True), (3, True), (7, True), (0, False)]),
+        limits=st.sampled_from([(0, 0, True), (0, 0, True), (3, 0, True), (7, 0, True), (7, 1, True), (0, 0, False)]),
         policy=st.sampled_from([("fcfs", 0.0), ("priority", 0.0), ("priority", 0.1)]),
         delay_factor=st.sampled_from([0.0, 0.0, 0.0, 2.5]),
         caches=st.sampled_from([True, True, True, False]),
@@ -69,7 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool_tokens: int,
         max_num_seqs: int,
         extra_budget: int,
-        limits: tuple[int, bool],
+        limits: tuple[int, int, bool],
         policy: tuple[str, float],
         delay_factor: float,
         caches: bool,
@@ -83,7 +83,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
             long_prefill_token_threshold=limits[0],
-            enable_chunked_prefill=limits[1],
+            max_long_partial_prefills=limits[1],
+            enable_chunked_prefill=limits[2],
             policy=policy[0],
             priority_aging_s=policy[1],
             scheduler_delay_factor=delay_factor,
@@ -393,13 +394,15 @@ def evicted_block_can_be_hit(patch: pytest.MonkeyPatch) -> None:
 
 
 def tokens_behind_a_stop_are_told(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._check_stop
+    original = Scheduler._find_end
 
-    def check(scheduler: Scheduler, request: Request, token_id: int) -> Any:
-        finished = original(scheduler, request, token_id)
-        return None if finished is not None and finished.reason is FinishReason.STOP else finished
+    def find_end(request: Request, num_new: int) -> tuple[Any, int]:
+        token_ids = list(request.token_ids)
+        finished, _num_kept = original(request, num_new)
+        request.token_ids[:] = token_ids
+        return finished, num_new
 
-    patch.setattr(Scheduler, "_check_stop", check)
+    patch.setattr(Scheduler, "_find_end", find_end)
 
 
 IN_OVERLAPPED_STEPS: tuple[Patch, ...] = (hashed_before_it_is_written, blocks_return_while_steps_write_them)

@@ -29,6 +29,34 @@ def test_schedule_long_prompts_are_capped_and_share_the_budget() -> None:
     assert steps == [[400, 400, 224], [400, 400, 224], [1, 1, 352]]
 
 
+def test_schedule_as_many_long_prompts_as_allowed_run_and_the_others_let_short_ones_pass() -> None:
+    limits = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 32, "max_long_partial_prefills": 1}
+    bench = EngineBench(num_blocks=64, block_size=16, **limits)
+    for name, length in (("long 1", 112), ("long 2", 112), ("long 3", 112), ("short", 32)):
+        bench.add(name, unique_prompt(ord(name[-1]), length), max_tokens=2)
+    steps = []
+    for _ in range(5):
+        bench.step()
+        steps.append(scheduled(bench))
+    assert steps[:2] == [{"long 1": 32, "short": 32}, {"long 1": 32, "short": 1}]
+    assert steps[2] == {"long 1": 32, "long 2": 32}, "what is then left of the first is no more than a chunk"
+    assert steps[3:] == [{"long 1": 16, "long 2": 32}, {"long 1": 1, "long 2": 32, "long 3": 31}]
+    bench.run()
+    assert bench.engine.stats.num_preemptions == 0
+    bench.assert_nothing_leaked()
+
+
+def test_schedule_long_prompt_that_is_mostly_cached_is_not_long() -> None:
+    limits = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 32, "max_long_partial_prefills": 1}
+    bench = EngineBench(num_blocks=64, block_size=16, **limits)
+    bench.add("before", unique_prompt(1, 100), max_tokens=1)
+    bench.run()
+    bench.add("long", unique_prompt(2, 100), max_tokens=1)
+    bench.add("cached", unique_prompt(1, 100), max_tokens=1)
+    bench.step()
+    assert scheduled(bench) == {"long": 32, "cached": 4}
+
+
 @pytest.mark.parametrize(("is_chunked", "expected"), [(True, [800, 224]), (False, [800])])
 def test_schedule_head_does_not_fit_nobody_jumps_the_queue(is_chunked: bool, expected: list[int]) -> None:
     bench = EngineBench(
