@@ -112,6 +112,10 @@ class StoreBrowser(ABC):
     def find(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[bool]:
         """Which of these blocks the store says it has."""
 
+    def find_by_tier(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes]) -> Mapping[str, list[bool]]:
+        """As find(), for each tier, where the store has tiers."""
+        return {}
+
     @abstractmethod
     def read(self, entries: Iterable[BlockEntry]) -> Iterator[tuple[BlockEntry, RawBlock | None]]:
         """Copies of these blocks, in their order; None for one that has gone or changed since it was listed."""

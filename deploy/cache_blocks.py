@@ -50,11 +50,12 @@ class Progress:
 
 @dataclass(slots=True)
 class ReadReport:
-    """What reading blocks found. num_gone: evicted, or stored anew, since they were listed. The rest is of intact blocks that are
-    encrypted: with the key given, with another, and without one given."""
+    """What reading blocks found. num_gone: evicted, or stored anew, since they were listed. num_copies: of exported, in other
+    tiers. The rest is of intact blocks that are encrypted: with the key given, with another, and without one given."""
 
     num_ok: int = 0
     num_gone: int = 0
+    num_copies: int = 0
     num_readable: int = 0
     num_other_key: int = 0
     num_without_key: int = 0
@@ -154,11 +155,27 @@ def verify_blocks(browser: StoreBrowser, entries: Iterable[BlockEntry], progress
 def export_blocks(browser: StoreBrowser, entries: Iterable[BlockEntry], file: BinaryIO, progress: Progress) -> ReadReport:
     """Write intact blocks, least recently used first, so that an import can use them in that order.
 
-    Compressed blocks are written as they are in the pool, which every store can take.
+    Compressed blocks are written as they are in the pool, which every store can take. What several tiers have is written once:
+    slower tiers come first, because faster ones have what was used later.
     """
     report = ReadReport()
     writer = BlockStreamWriter(file)
-    for entry, block in _intact(browser, sorted(entries, key=lambda entry: entry.eviction_order), progress, report):
+    speeds = {name: -number for number, name in enumerate(browser.capacity_by_tier)}
+    exported: set[tuple[bytes, bytes]] = set()
+
+    def chosen() -> Iterator[BlockEntry]:
+        for entry in sorted(entries, key=lambda entry: (speeds.get(browser.tier_of(entry), 0), entry.eviction_order)):
+            if (entry.layout_fingerprint, entry.block_hash) in exported:
+                report.num_copies += 1
+            else:
+                yield entry
+
+    for entry, block in _intact(browser, chosen(), progress, report):
+        if speeds:
+            if (entry.layout_fingerprint, entry.block_hash) in exported:  # it was chosen before its copy was written
+                report.num_copies += 1
+                continue
+            exported.add((entry.layout_fingerprint, entry.block_hash))
         plain = decoded_in_full(block.header, block.payload)
         writer.write(block if plain is None else RawBlock(*plain), entry.last_used_s)
         report.num_ok += 1

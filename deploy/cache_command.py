@@ -220,6 +220,8 @@ def _export(argv: list[str]) -> int:
     for entry, fault in report.faults:
         print(f"left out: {entry.block_hash.hex()}, {entry.place}: {fault}", file=sys.stderr)
     counts = f"{report.num_ok} blocks were exported, {len(report.faults)} are bad and were left out"
+    if report.num_copies:
+        counts += f", {report.num_copies} copies in other tiers were not needed"
     print(f"{counts}{_and_not_looked_at(browser)}", file=sys.stderr)
     return _exit_code(browser, has_failed=bool(report.faults))
 

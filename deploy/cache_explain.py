@@ -56,9 +56,12 @@ def form_read_with(options: Mapping[str, Any]) -> str:
 def look_up(browser: StoreBrowser, token_ids: Sequence[int], scene: Scene, form: str = "exact") -> dict[str, Any]:
     """Where the prompt's blocks are, in runs, and reasons for the first that an engine that reads this form misses."""
     names = scene.hashes(token_ids)
-    found = {words: browser.find(fingerprint, names) for fingerprint, words in fingerprints_at_rest(scene.layout).items()}
+    fingerprint_by_form = {words: fingerprint for fingerprint, words in fingerprints_at_rest(scene.layout).items()}
+    found = {words: browser.find(fingerprint, names) for words, fingerprint in fingerprint_by_form.items()}
     order = sorted(found, key=lambda words: words != form)
     where = [next((words for words in order if found[words][place]), "") for place in range(len(names))]
+    by_tier = {words: browser.find_by_tier(fingerprint_by_form[words], names) for words in set(where) - {""}}
+    tiers = [tuple(tier for tier, has in by_tier.get(words, {}).items() if has[place]) for place, words in enumerate(where)]
     first_missing = next((place for place, words in enumerate(where) if words != form), len(names))
     size = scene.namespace.block_size
     report: dict[str, Any] = {
@@ -66,7 +69,10 @@ def look_up(browser: StoreBrowser, token_ids: Sequence[int], scene: Scene, form:
         "form": form,
         "num_stored": where.count(form),
         "num_hit_tokens": first_missing * size,
-        "runs": [{"first": first, "last": last, "form": words} for first, last, words in _runs(where)],
+        "runs": [
+            {"first": first, "last": last, "form": where[first], "tiers": list(tiers[first])}
+            for first, last in _runs(list(zip(where, tiers, strict=True)))
+        ],
         "block_hashes": [name.hex() for name in names],
     }
     if first_missing < len(names):
@@ -178,7 +184,8 @@ def _lines(report: dict[str, Any], store: str) -> Iterator[str]:
     yield from report["notes"]
     for run in report["runs"]:
         form = "" if run["form"] == report["form"] else f", but {run['form']}"
-        where = f"in {store}{form}" if run["form"] else f"not in {store}"
+        tiers = f" ({', '.join(run['tiers'])})" if run["tiers"] else ""
+        where = f"in {store}{tiers}{form}" if run["form"] else f"not in {store}"
         blocks = f"blocks {run['first']} to {run['last']}" if run["last"] > run["first"] else f"block {run['first']}"
         yield f"{blocks}: {where}"
     for node, count in report["num_leading_blocks_by_node"].items():
@@ -200,11 +207,11 @@ def _lines(report: dict[str, Any], store: str) -> Iterator[str]:
         yield f"  other:   {difference['against']!r}…"
 
 
-def _runs(where: Sequence[str]) -> Iterator[tuple[int, int, str]]:
+def _runs(where: Sequence[object]) -> Iterator[tuple[int, int]]:
     start = 0
     for place in range(1, len(where) + 1):
         if place == len(where) or where[place] != where[start]:
-            yield start, place - 1, where[start]
+            yield start, place - 1
             start = place
 
 

@@ -66,8 +66,13 @@ class TieredBrowser(StoreBrowser):
 
     def find(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes]) -> list[bool]:
         """Whether any tier has them."""
-        found = [browser.find(layout_fingerprint, block_hashes) for browser in self._browsers]
+        found = self.find_by_tier(layout_fingerprint, block_hashes).values()
         return [any(in_tiers) for in_tiers in zip(*found, strict=True)]
+
+    def find_by_tier(self, layout_fingerprint: bytes, block_hashes: Sequence[bytes]) -> Mapping[str, list[bool]]:
+        """Fastest tier first."""
+        browsers = zip(self._names, self._browsers, strict=True)
+        return {name: browser.find(layout_fingerprint, block_hashes) for name, browser in browsers}
 
     def read(self, entries: Iterable[BlockEntry]) -> Iterator[tuple[BlockEntry, RawBlock | None]]:
         """Each from the tier that listed it."""

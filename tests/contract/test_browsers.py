@@ -123,6 +123,16 @@ class TestTieredBrowser:
         assert browser.find(LAYOUT.fingerprint, hashes) == [True, False, True, True]
         assert node.load(hashes).num_blocks_ok == 1
 
+    def test_export_writes_once_what_several_tiers_have(self, store: Store) -> None:
+        hashes = chain(1, 6)
+        store.harness.open_node().save(hashes)
+        browser, file = store.browse(), io.BytesIO()
+        in_slow = {entry.block_hash: entry for entry in browser.entries() if browser.tier_of(entry) == "nvme"}
+        assert browser.remove([in_slow[hashes[4]], in_slow[hashes[5]]]) == 2
+        report = export_blocks(browser, browser.entries(), file, QUIET)
+        assert (report.num_ok, report.num_copies, report.faults) == (6, 4, [])
+        assert import_blocks(store.browse("other"), io.BytesIO(file.getvalue()), QUIET).counts == {"written": 6}
+
     def test_import_goes_to_the_slowest_tier_and_a_tier_that_cannot_be_looked_into_is_a_problem(self, store: Store) -> None:
         store.harness.open_node().save(chain(1, 3))
         browser, file = store.browse(), io.BytesIO()

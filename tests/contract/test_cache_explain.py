@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,6 +117,21 @@ def test_explain_finds_a_prompt_in_lmcache_files_and_in_a_tcp_node(explained: Ex
     code, said = explained.ask(PROMPT)
     assert code == 1 and "blocks 0 to 2: in tcp" in said and "first miss: block 3" in said
     node.connector.close()
+
+
+def test_explain_of_tiers_says_which_have_a_block(explained: Explained, tmp_path: Path) -> None:
+    hashes, path = explained.hashes(PROMPT), explained.options["path"]
+    explained.save(hashes[:3])
+    shutil.copytree(path, tmp_path / "fast")
+    explained.save(hashes)
+    tiers = {"fast": tmp_path / "fast", "slow": path}
+    explained.options = {"tiers": ",".join(tiers)}
+    for name, folder in tiers.items():
+        explained.options |= {f"{name}.connector": "nvme", f"{name}.path": str(folder)}
+    explained.connector_name = "tiered"
+    code, said = explained.ask(PROMPT)
+    assert code == 0 and "blocks 0 to 2: in tiered (fast, slow)\n" in said
+    assert f"blocks 3 to {len(hashes) - 1}: in tiered (slow)\n" in said
 
 
 def test_explain_hole_names_the_first_missing_block_and_its_text(explained: Explained) -> None:
