@@ -142,7 +142,7 @@ class SlotConnector(QueuedConnector):
             store_blocks=num_stored,
             capacity_bytes=store.index.file.num_slots * num_bytes,
             num_evictions=held.num_past_evictions + store.index.num_evictions,
-            num_errors=held.num_errors + store.index.num_failed_growths,
+            num_errors=held.num_errors + store.index.room.num_failed_growths,
             num_open_references=num_open + store.index.num_writing,
         )
 

@@ -120,7 +120,7 @@ class NvmeConnector(SlotConnector):
             logger.warning("the store in %s is on a read-only disk: nothing is saved until it can be written", place.path)
             return store
         if isinstance(store.medium, _NvmeSegment) and store.medium.max_run_slots > 1:
-            store.index.num_freed_ahead = min(_MAX_FREED_AHEAD, store.index.file.num_slots // 32)
+            store.index.room.num_freed_ahead = min(_MAX_FREED_AHEAD, store.index.file.num_slots // 32)
         return store
 
     def _work_ahead(self) -> bool:
