@@ -50,8 +50,8 @@ class Progress:
 
 @dataclass(slots=True)
 class ReadReport:
-    """What reading blocks found. num_gone: evicted, or stored anew, since they were listed. num_copies: of exported blocks, in
-    other tiers. The rest is of intact blocks that are encrypted: with the key given, with another, and without one given."""
+    """What reading blocks found. num_gone: evicted, or stored anew, since they were listed. num_copies: of exported, in other
+    tiers. The rest is of intact blocks that are encrypted: with the key given, with another, and without one given."""
 
     num_ok: int = 0
     num_gone: int = 0

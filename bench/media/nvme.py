@@ -83,26 +83,26 @@ class NvmeMedium(Medium):
     def make_known(self, connector: KVConnector, block_hashes: Sequence[bytes]) -> None:
         """Put the store's index in the state in which savers of so many blocks leave it, and open it as a restarted process does;
         the file under it has holes in the place of their bytes."""
-        assert isinstance(connector, NvmeConnector) and connector._store is not None
+        assert isinstance(connector, NvmeConnector) and connector._held.store is not None
         layout, segment = connector._layout, self._segment
-        while connector._store.num_users:
+        while connector._held.store.num_users:
             time.sleep(0.01)
-        with connector._mutex:
-            connector._store.close()
-            connector._store = None
+        with connector._held._mutex:
+            connector._held.store.close()
+            connector._held.store = None
             os.truncate(segment, 0)
             _write_index(segment.with_name("index"), layout.fingerprint, slot_bytes(layout), block_hashes)
             os.truncate(segment, len(block_hashes) * slot_bytes(layout))
             capacity_bytes = index_bytes(len(block_hashes)) + len(block_hashes) * slot_bytes(layout)
             connector._options = dataclasses.replace(connector._options, capacity_bytes=capacity_bytes)
             started_s = time.perf_counter()
-            connector._store = connector._open_store(layout)
+            connector._held.store = connector._open_store(layout)
             self.reopen_s = time.perf_counter() - started_s
-        assert len(connector._store.index.mirror) == len(block_hashes)
+        assert len(connector._held.store.index.mirror) == len(block_hashes)
 
     def hang(self, connector: KVConnector) -> bool:
-        assert isinstance(connector, SlotConnector) and connector._store is not None
-        self._holder = HungLockHolder(connector._store.index.file._descriptor)
+        assert isinstance(connector, SlotConnector) and connector._held.store is not None
+        self._holder = HungLockHolder(connector._held.store.index.file._descriptor)
         return True
 
     def resume(self) -> None:

@@ -50,12 +50,12 @@ class ShmMedium(Medium):
         return self._num_blocks * self._block_bytes / (time.perf_counter() - started_s) / 1e9
 
     def make_known(self, connector: KVConnector, block_hashes: Sequence[bytes]) -> None:
-        assert isinstance(connector, ShmConnector) and connector._store is not None
-        connector._store.index.mirror._slot_by_hash.update((name, 0) for name in block_hashes)
+        assert isinstance(connector, ShmConnector) and connector._held.store is not None
+        connector._held.store.index.mirror._slot_by_hash.update((name, 0) for name in block_hashes)
 
     def hang(self, connector: KVConnector) -> bool:
-        assert isinstance(connector, SlotConnector) and connector._store is not None
-        self._holder = HungLockHolder(connector._store.index.file._descriptor)
+        assert isinstance(connector, SlotConnector) and connector._held.store is not None
+        self._holder = HungLockHolder(connector._held.store.index.file._descriptor)
         return True
 
     def resume(self) -> None:

@@ -5,7 +5,6 @@ shm and nvme differ in how their store is opened and in the medium; everything e
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import itertools
@@ -13,7 +12,7 @@ import logging
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,11 +23,12 @@ from connectors.queued_connector import QueuedConnector
 from connectors.slots.coding import SlotCoding
 from connectors.slots.index_mirror import sequences_of
 from connectors.slots.store import SlotLayout, SlotStore, slot_bytes
+from connectors.slots.store_holder import REOPEN_PAUSE_S, StoreHolder
 from connectors.stored_block import BlockCheck
 from connectors.transfer_log import TransferLog
 from connectors.transfer_workers import TransferWorkers, failed, refuse_bad_ids
 from core.clock import Clock
-from core.errors import ConfigError, ConnectorError
+from core.errors import ConnectorError
 from core.kv.connector import (
     ConnectorStats,
     PrefixLookup,
@@ -42,12 +42,9 @@ from core.kv.pool_memory import KVPoolMemory
 logger = logging.getLogger(__name__)
 
 _MAX_PIECE_BLOCKS = 256  # two buffers each, below the kernel's limit of 1024 per call
-_REOPEN_PAUSE_S = 1.0
-_CLOSE_MUTEX_TIMEOUT_S = 1.0
 _TELL_USES_AFTER_S = 0.05  # unless a change of the index tells them before
 _MAX_PINS = 1024
 _MAX_INLINE_CHANGES = 256  # applied within a lookup; more would take longer than a lookup may
-_CONFIGURATION_FAULTS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL)
 
 
 @dataclass(slots=True)
@@ -62,34 +59,29 @@ class _Progress:
 class SlotConnector(QueuedConnector):
     """Base of the connectors that keep blocks in slots.
 
-    The step thread reads the mirror and queues transfers; all else happens on worker threads. A store that fails its integrity
-    check (removed, cut) is dropped and opened again, at most once per _REOPEN_PAUSE_S; until then every lookup is a miss.
+    The step thread reads the mirror and queues transfers; all else happens on worker threads. While there is no store (see
+    StoreHolder) every lookup is a miss.
     """
 
     touches_loaded = True  # a load is a use
 
     def __init__(self, clock: Clock, num_threads: int, coding: CodingOptions | None = None) -> None:
         """coding: of a codec whose blocks are all of one length. None: blocks are at rest as they are in the pool."""
-        self._clock = clock
         self._coding_options = coding or CodingOptions()
         self._num_threads = num_threads
         self._workers = TransferWorkers(self._execute, self._work_ahead, self._notify, clock)
         self._chains = PrefixChains()
         self._close_mutex = threading.Lock()
-        self._mutex = threading.Lock()  # of the seven below
-        self._store: SlotStore | None = None
-        self._reopen_at_s = clock.now_s()
-        self._num_errors = 0
-        self._why_closed = "not opened yet"
-        self._fault = ""  # the last that was logged of opening the store
+        self._held = StoreHolder(self.name, clock, self._open_layout, self._workers.request_background)
         self._log = TransferLog(logger, self.name)
-        self._num_past_evictions = 0
-        self._is_closed = False
         self._pins: deque[tuple[tuple[bytes, ...], bool]] = deque(maxlen=_MAX_PINS)  # asked for, not done
 
     @abstractmethod
     def _open_store(self, layout: SlotLayout) -> SlotStore:
         """Join or create the store for this layout at rest. Raises OSError, ConnectorError or ConfigError."""
+
+    def _open_layout(self) -> SlotStore:
+        return self._open_store(self._coding.layout_at_rest)
 
     @property
     @abstractmethod
@@ -99,7 +91,7 @@ class SlotConnector(QueuedConnector):
     # -- scheduler half ------------------------------------------------------------------------------------------------
     def get_num_new_matched_tokens(self, lookup: PrefixLookup, num_computed_tokens: int) -> int | None:
         """As the interface says. None while more changes of other processes are outstanding than a lookup may apply."""
-        store = self._store
+        store = self._held.store
         if store is None or lookup.block_size != self._layout.block_size:
             self._workers.request_background()
             return 0
@@ -118,12 +110,7 @@ class SlotConnector(QueuedConnector):
         self._layout = pool.layout
         self._coding = SlotCoding(pool.layout, self._coding_options.coding_for(pool.layout))
         self._block_bytes, self._stride_bytes = pool.layout.block_bytes, pool.layout.block_stride_bytes
-        try:
-            self._store = self._open_store(self._coding.layout_at_rest)
-        except OSError as error:
-            if not self._starts_without_store or error.errno in _CONFIGURATION_FAULTS:
-                raise ConnectorError(f"the {self.name} store cannot be opened: {error}") from error
-            self._note_unopened(error)
+        self._held.open_first(may_wait=self._starts_without_store)
         self._workers.start_threads(self._num_threads, f"kv-{self.name}")
         self._workers.request_background()
 
@@ -134,74 +121,54 @@ class SlotConnector(QueuedConnector):
         to the pool's memory hits a reference of its own.
         """
         with self._close_mutex:  # a second caller waits for the first, and then finds nothing to do
-            self._close()
-
-    def _close(self) -> None:
-        self._is_closed = True
-        has_stopped = self._workers.close()
-        has_mutex = self._mutex.acquire(timeout=_CLOSE_MUTEX_TIMEOUT_S)
-        try:
-            store, self._store = self._store, None
-        finally:
-            if has_mutex:
-                self._mutex.release()
-        if store is None:
-            return
-        self._num_past_evictions += store.index.num_evictions
-        try:
-            if has_stopped:
-                store.close()
-                return
-            store.abandon()
-        except OSError as error:
-            logger.warning("the %s store was left behind: %s", self.name, str(error))
-        store.is_retired = True  # the thread that hangs closes it when it comes back
+            self._held.begin_closing()
+            self._held.close(is_unused=self._workers.close())
 
     def stats(self) -> ConnectorStats:
         """Sizes include each block's header page."""
-        store = self._store
+        held, store = self._held, self._held.store
         num_open = self._workers.num_in_flight
         if store is None:
             return ConnectorStats(
-                num_errors=self._num_errors,
+                num_errors=held.num_errors,
                 num_open_references=num_open,
-                num_evictions=self._num_past_evictions,
+                num_evictions=held.num_past_evictions,
                 is_reachable=False,
-                complaint=self._why_closed,
+                complaint=held.why_closed,
             )
         num_stored, num_bytes = len(store.index.mirror), slot_bytes(self._coding.layout_at_rest)
         return ConnectorStats(
             store_bytes=num_stored * num_bytes,
             store_blocks=num_stored,
             capacity_bytes=store.index.file.num_slots * num_bytes,
-            num_evictions=self._num_past_evictions + store.index.num_evictions,
-            num_errors=self._num_errors + store.index.num_failed_growths,
+            num_evictions=held.num_past_evictions + store.index.num_evictions,
+            num_errors=held.num_errors + store.index.room.num_failed_growths,
             num_open_references=num_open + store.index.num_writing,
         )
 
     # -- for tiers and operators; any thread but the step thread for the first ----------------------------------------------
     def coldest_runs(self, share: int) -> list[list[bytes]]:
         """Once the store is nearly full: one in `share` of its blocks, those that would be evicted next. See SlotRecency."""
-        store = self._store
+        store = self._held.store
         if store is None:
             return []
         num_slots = store.index.file.num_slots
         num_blocks = max(1, num_slots // share)
         if len(store.index.mirror) + num_blocks < num_slots:
             return []
-        with self._using_store() as opened:
+        with self._held.using() as opened:
             return [] if opened is None else opened.index.coldest_runs(num_blocks)
 
     def hottest_runs(self) -> list[list[bytes]]:
         """All blocks, those that would be evicted last first; in each run, parents before their followers."""
-        with self._using_store() as opened:
+        with self._held.using() as opened:
             if opened is None:
                 return []
             return opened.index.coldest_runs(opened.index.file.num_slots, with_pinned=True)[::-1]
 
     def stop_sharing(self) -> bool:
         """Let nobody join this store through us any more. True where nobody else has it open, so that it ends with us."""
-        with self._using_store() as opened:
+        with self._held.using() as opened:
             return opened is not None and opened.stop_sharing()
 
     def pin_prefix(self, block_hashes: Sequence[bytes], *, is_pinned: bool = True) -> bool:
@@ -216,7 +183,7 @@ class SlotConnector(QueuedConnector):
         if refused is not None:
             return refused
         try:
-            with self._using_store() as store:
+            with self._held.using() as store:
                 if store is None:
                     return failed(transfer, TransferOutcome.ERROR, "the store cannot be opened")
                 result = (
@@ -225,8 +192,7 @@ class SlotConnector(QueuedConnector):
         except (OSError, ConnectorError) as error:
             result = failed(transfer, TransferOutcome.ERROR, str(error))
         if result.outcome in (TransferOutcome.ERROR, TransferOutcome.CORRUPT):
-            with self._mutex:
-                self._num_errors += 1
+            self._held.count_error()
             self._log.note(transfer, result)
         return result
 
@@ -340,74 +306,13 @@ class SlotConnector(QueuedConnector):
         start = block_id * self._stride_bytes
         return self._pool_bytes[start : start + self._stride_bytes]
 
-    # -- the store's life ----------------------------------------------------------------------------------------------
-    @contextlib.contextmanager
-    def _using_store(self) -> Iterator[SlotStore | None]:
-        """The store, opened again if it was lost; it is not closed before its last user leaves."""
-        with self._mutex:
-            store = self._intact_store()
-            if store is not None:
-                store.num_users += 1
-        try:
-            yield store
-        finally:
-            if store is not None:
-                with self._mutex:
-                    store.num_users -= 1
-                    self._close_if_unused(store)
-
-    def _intact_store(self) -> SlotStore | None:
-        if self._store is not None and self._store.is_intact():
-            return self._store
-        if self._store is not None:
-            if self._store.is_read_only:
-                logger.warning("the %s store was only read until now, and is opened anew", self.name)
-            else:
-                logger.error("the %s store was removed or cut and is opened anew", self.name)
-            lost, self._store = self._store, None
-            with contextlib.suppress(OSError):
-                lost.discard_if_unreadable()
-            lost.is_retired = True
-            self._num_errors += not lost.is_read_only
-            self._num_past_evictions += lost.index.num_evictions
-            self._close_if_unused(lost)
-        if self._is_closed or self._clock.now_s() < self._reopen_at_s:
-            return None
-        try:
-            self._store = self._open_store(self._coding.layout_at_rest)
-            self._workers.request_background()
-            if self._fault:
-                logger.warning("the %s store is open again", self.name)
-                self._fault = ""
-        except (OSError, ConnectorError, ConfigError) as error:  # the last: no longer is there room for the capacity
-            self._reopen_at_s = self._clock.now_s() + _REOPEN_PAUSE_S
-            self._note_unopened(error)
-        if self._is_closed and self._store is not None:  # closed meanwhile, by somebody who did not want to wait
-            opened, self._store = self._store, None
-            opened.is_retired = True
-            self._close_if_unused(opened)
-        return self._store
-
-    def _note_unopened(self, error: Exception) -> None:
-        """Log a fault once, not at each attempt."""
-        self._num_errors += 1
-        reason = error.strerror if isinstance(error, OSError) else None  # which names no path, unlike str(error)
-        self._why_closed = f"it cannot be opened: {reason or 'see the log of the node'}"
-        if str(error) != self._fault:
-            self._fault = str(error)
-            logger.error("the %s store cannot be opened and is tried again: %s", self.name, str(error))
-
-    def _close_if_unused(self, store: SlotStore) -> None:
-        if store.is_retired and store.num_users == 0:
-            with contextlib.suppress(OSError):
-                store.close()
-
+    # -- idle work -----------------------------------------------------------------------------------------------------
     def _work_ahead(self) -> bool:
         """Idle work: reopen a lost store, catch up with changes, allocate and touch what comes next."""
         try:
-            with self._using_store() as store:
+            with self._held.using() as store:
                 if store is None:  # also while nobody asks for anything: whoever watches wants to see that it is back
-                    self._workers.request_background(_REOPEN_PAUSE_S)
+                    self._workers.request_background(REOPEN_PAUSE_S)
                     return False
                 while self._pins and not store.is_read_only:
                     names, is_pinned = self._pins[0]

@@ -120,7 +120,7 @@ class NvmeConnector(SlotConnector):
             logger.warning("the store in %s is on a read-only disk: nothing is saved until it can be written", place.path)
             return store
         if isinstance(store.medium, _NvmeSegment) and store.medium.max_run_slots > 1:
-            store.index.num_freed_ahead = min(_MAX_FREED_AHEAD, store.index.file.num_slots // 32)
+            store.index.room.num_freed_ahead = min(_MAX_FREED_AHEAD, store.index.file.num_slots // 32)
         return store
 
     def _work_ahead(self) -> bool:
@@ -130,7 +130,7 @@ class NvmeConnector(SlotConnector):
         """One I/O of zeros to slots that were never written; True while there may be more of them. Their reservation keeps savers
         of all processes away."""
         try:
-            with self._using_store() as store:
+            with self._held.using() as store:
                 if store is None or not isinstance(store.medium, _NvmeSegment) or not store.medium.is_direct:
                     return False  # writing ahead would only fill the page cache
                 slots = store.index.reserve_unused(store.medium.max_run_slots)
@@ -148,7 +148,7 @@ class NvmeConnector(SlotConnector):
         told = ""
         while not self._is_stopping.wait(self._options.sync_interval_s):
             try:
-                with self._using_store() as store:
+                with self._held.using() as store:
                     if store is not None and isinstance(store.medium, _NvmeSegment) and not store.is_read_only:
                         store.medium.sync()
                         store.index.file.sync()

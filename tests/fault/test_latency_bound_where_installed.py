@@ -183,8 +183,8 @@ class NvmeBackend(Backend):
     def open_engines(self) -> tuple[PacedEngine, PacedEngine]:
         options = {"path": str(self.folder / "kv"), "capacity_bytes": "16MiB", "zero_fill": False}
         filler, slow = self._open("nvme", options), self._open("nvme", options, TOKEN_S)
-        assert isinstance(slow.connector, SlotConnector) and slow.connector._store is not None
-        self._medium = slow.connector._store.medium = FaultyMedium(slow.connector._store.medium)
+        assert isinstance(slow.connector, SlotConnector) and slow.connector._held.store is not None
+        self._medium = slow.connector._held.store.medium = FaultyMedium(slow.connector._held.store.medium)
         return filler, slow
 
     def hang(self) -> Callable[[], object]:

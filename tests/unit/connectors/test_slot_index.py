@@ -176,7 +176,7 @@ def test_growth_comes_before_eviction_and_its_failure_is_survived(open_index: Op
     assert save(index, names(1, 4)) == 4 and calls == [(0, 4)]
     assert save(index, names(2, 2)) == 2 and index.num_evictions == 0
     assert save(index, names(3, 2)) == 2 and index.num_evictions == 2
-    assert index.num_failed_growths > 0
+    assert index.room.num_failed_growths > 0
     room = 12
     assert save(index, names(4, 4)) == 4 and index.num_evictions == 2
 
@@ -226,7 +226,7 @@ def test_few_runs_of_no_slots_are_none() -> None:
 
 def test_full_store_that_evicts_ahead_gives_neighbours_and_still_evicts_the_oldest(open_index: OpenIndex) -> None:
     index = open_index(num_slots=64, grow_step=64)
-    index.num_freed_ahead = 8
+    index.room.num_freed_ahead = 8
     chains = [names(seed, 2) for seed in range(32)]
     for chain in chains[0::2] + chains[1::2]:  # neighbours on the medium were not used one after the other
         save(index, chain)

@@ -215,12 +215,12 @@ def test_nvme_memory_that_the_disk_refuses_goes_through_the_page_cache(open_node
     node = open_node("nvme", capacity_bytes=MIB, zero_fill=False)
     node.save(chain(1, 1))
     connector = node.connector
-    assert isinstance(connector, NvmeConnector) and connector._store is not None
+    assert isinstance(connector, NvmeConnector) and connector._held.store is not None
     memory = memoryview(bytearray(2 * LAYOUT.block_stride_bytes + 9))
     written, found = memory[3 : 3 + LAYOUT.block_stride_bytes], memory[-LAYOUT.block_stride_bytes :]
     written[:] = os.urandom(len(written))
-    connector._store.medium.write([5], [b"h" * 64], [written])
-    assert connector._store.medium.read([5], [found]) == [b"h" * 64]
+    connector._held.store.medium.write([5], [b"h" * 64], [written])
+    assert connector._held.store.medium.read([5], [found]) == [b"h" * 64]
     assert found == written
 
 

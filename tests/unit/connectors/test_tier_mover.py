@@ -178,6 +178,6 @@ def coldest(connector: TieredConnector) -> list[bytes]:
 def lower_names(connector: TieredConnector) -> Any:
     """What the second tier has, once it has been asked, so that it knows what others have done."""
     child = connector._tiers.tiers[1].connector
-    store = child._store  # type: ignore[union-attr]
+    store = child._held.store  # type: ignore[union-attr]
     store.index.catch_up()
     return store.index.mirror
