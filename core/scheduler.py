@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from core.blocks_in_progress import BlocksInProgress
 from core.clock import Clock
 from core.config import EngineOptions
+from core.constrained import ConstrainedRequests
 from core.drafter import Drafter
 from core.kv.connector import TransferDirection
 from core.kv.ledger import EndedTransfer, TransferLedger
@@ -47,7 +48,9 @@ class Scheduler:
         stats: EngineStats,
         drafter: Drafter | None = None,
     ) -> None:
-        """drafter: proposes tokens for requests that decode; then a step needs the tokens of the one before it."""
+        """drafter: proposes tokens for requests that decode; then a step needs the tokens of the one before it. grammars: None
+        where no request may have one.
+        """
         self._options = options
         self._kv = kv
         self._ledger = ledger
@@ -55,6 +58,8 @@ class Scheduler:
         self._stats = stats
         self._drafter = drafter
         self._looks_ahead = options.overlaps_steps and drafter is None
+        self._grammars = grammars
+        self._constrained: list[Request] = []  # those running with a grammar, after schedule()
         self.must_settle = False  # what stands in the next step's way goes when the steps in flight are done
         self.needs_last_tokens = not self._looks_ahead  # of a running request: then no step is scheduled ahead
         self.requests: dict[str, Request] = {}
@@ -83,6 +88,9 @@ class Scheduler:
             self._kv.extend_hashes(request)
             self._ledger.num_external_blocks(request.request_id, request.block_hashes, 0, request.kv_sources)
         self._waiting.push(request)
+        if request.awaits_grammar:
+            assert self._grammars is not None
+            self._grammars.start(request)
 
     def finish_request(self, request_id: str) -> bool:
         """End a request from outside (abort, deadline). False when it is not here. Its transfers end by themselves."""
@@ -112,6 +120,8 @@ class Scheduler:
         block_size = self._kv.block_size
         looks_ahead = self._looks_ahead
         self.must_settle = False
+        if self._grammars is not None and self._grammars.num_pending:
+            self._take_grammars(output)
 
         index = 0
         while index < len(self.running) and budget > 0:
@@ -190,6 +200,7 @@ class Scheduler:
         if self._is_batch_changed:
             self._num_common_prefix_blocks = self._kv.num_common_prefix_blocks(self.running)
             self.needs_last_tokens = not looks_ahead or any(request.needs_last_token for request in self.running)
+            self._constrained = [request for request in self.running if request.grammar is not None]
             self._is_batch_changed = False
         output.num_tokens = self._options.max_num_batched_tokens - budget
         plan = StepPlan(
@@ -203,6 +214,8 @@ class Scheduler:
             num_common_prefix_blocks=self._num_common_prefix_blocks,
             draft_token_ids=drafts,
         )
+        if self._constrained:
+            self._constrain(plan)
         if num_scheduled:
             self._kv.begin_step(plan.step_id)
         self._finished_request_ids = []
@@ -233,7 +246,7 @@ class Scheduler:
                 for index, token_id in enumerate(sampled):
                     token_ids.append(token_id)
                     if token_id in request.stop_token_ids or len(token_ids) >= request.max_total_tokens:
-                        finished = self._check_stop(request, token_id)
+                        finished = request.check_stop(token_id)
                         if finished is not None:
                             sampled = sampled[: index + 1]
                             break
@@ -254,6 +267,8 @@ class Scheduler:
                 self._finish(request, finished.reason)
             elif sampled and self._drafter is not None:
                 self._propose_drafts(request)
+        if self._constrained:
+            num_generated += self._follow_grammars(plan, output)
         self._drop_ended_from_running()
         self._stats.num_generation_tokens += num_generated
         self._stats.step_generation_tokens = num_generated
@@ -304,6 +319,8 @@ class Scheduler:
     def _try_admit(self, request: Request, limit: int, output: StepOutput) -> tuple[_Admission, int]:
         """Try to start a waiting request with at most `limit` tokens in this step: (what became of it, tokens scheduled)."""
         kv = self._kv
+        if request.awaits_grammar:
+            return _Admission.UNDECIDED, 0
         hit_block_ids = kv.find_local_hit(request)
         next_hash = kv.next_hit_hash(request, len(hit_block_ids))
         if next_hash in self._in_progress:  # a later step finds it as a hit
@@ -429,6 +446,57 @@ class Scheduler:
         for position in range(min(num_kept - 1, len(drafts))):
             stats.accepted_by_position[str(position)] = stats.accepted_by_position.get(str(position), 0) + 1
 
+    # -- grammars ------------------------------------------------------------------------------------------------------
+    def _take_grammars(self, output: StepOutput) -> None:
+        """Let requests go on whose grammar is there by now, or end them."""
+        assert self._grammars is not None
+        for request, finished in self._grammars.poll():
+            request.awaits_grammar = False
+            if finished is not None:
+                self._report_unreported(request, output)
+                output.finished[request.request_id] = finished
+                self._finish(request, finished.reason)
+
+    def _constrain(self, plan: StepPlan) -> None:
+        """Add to a plan what its requests with a grammar need. A new request's forced tokens are among its known ones."""
+        for request in self._constrained:
+            request_id = request.request_id
+            if request_id not in plan.num_scheduled_tokens:
+                continue
+            if request.num_untold_tokens:
+                plan.forced_token_ids[request_id] = request.token_ids[-request.num_untold_tokens :]
+                request.num_untold_tokens = 0
+            num_drafts = len(plan.draft_token_ids.get(request_id, ()))
+            if request.num_computed_tokens - num_drafts == len(request.token_ids):
+                plan.token_masks[request_id] = request.token_masks[: 1 + num_drafts]
+
+    def _follow_grammars(self, plan: StepPlan, output: StepOutput) -> int:
+        """After a step's tokens were appended: what the grammars make of them. Returns how many tokens came without being sampled."""
+        assert self._grammars is not None
+        num_forced = 0
+        for request in self._constrained:
+            request_id = request.request_id
+            if request_id not in plan.num_scheduled_tokens or request_id not in output.new_token_ids:
+                continue
+            sampled = output.new_token_ids[request_id]
+            if request.num_unreported_tokens:
+                num_forced += self._report_unreported(request, output)
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            self._drop_drafts(request)
+            num_known = len(request.token_ids)
+            finished = self._grammars.advance(request, sampled)
+            request.num_unreported_tokens = len(request.token_ids) - num_known
+            num_forced += self._report_unreported(request, output)
+            if finished is not None:
+                output.finished[request_id] = finished
+                self._finish(request, finished.reason)
+            elif self._drafter is not None and not request.num_untold_tokens:
+                self._propose_drafts(request)
+                self._grammars.keep_valid_drafts(request)
+        self._stats.num_forced_tokens += num_forced
+        return num_forced
+
     # -- preemption and end --------------------------------------------------------------------------------------------
     def _choose_victim(self, request: Request) -> Request | None:
         """The lowest-priority, then youngest running request whose blocks would come back now, `request` itself at the last.
@@ -455,6 +523,7 @@ class Scheduler:
         self._in_progress.withdraw(request)
         request.num_computed_tokens = request.num_written_tokens = 0
         request.draft_token_ids = []
+        request.num_untold_tokens = 0
         request.num_tokens_with_spec = len(request.token_ids)
         request.prompt_logprobs = []
         request.may_load = True
@@ -474,15 +543,6 @@ class Scheduler:
                 self._preempt(request)
                 self._finished_request_ids.append(request.request_id)  # the runner forgets it too
         return self._kv.pool.try_reset_hashes()
-
-    def _check_stop(self, request: Request, token_id: int) -> FinishedRequest | None:
-        """Whether the token just appended ends its request. Stop tokens count from min_tokens on."""
-        if token_id in request.stop_token_ids and request.num_output_tokens >= request.sampling.min_tokens:
-            is_named = token_id in request.sampling.stop_token_ids
-            return FinishedRequest(FinishReason.STOP, stop_token_id=token_id if is_named else None)
-        if len(request.token_ids) >= request.max_total_tokens:
-            return FinishedRequest(FinishReason.LENGTH)
-        return None
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         was = request.status
