@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from core.errors import GrammarLimitError, InvalidInputError
 from core.grammar import GrammarCompiler, PendingGrammar
 from core.request import FinishReason, Request, RequestStage, RequestStatus
-from core.step_output import FinishedRequest
+from core.step_output import FinishedRequest, find_end
 
 
 class ConstrainedRequests:
@@ -46,10 +46,8 @@ class ConstrainedRequests:
             if request.grammar is None:
                 self._pending.append((request, handle))
                 continue
-            num_known = len(request.token_ids)
             finished = self.advance(request, (), may_jump=request.sampling.prompt_logprobs is None)
             request.num_untold_tokens = 0  # the runner knows nothing yet
-            request.num_unreported_tokens = len(request.token_ids) - num_known
             yield request, finished
 
     def advance(self, request: Request, token_ids: Sequence[int], *, may_jump: bool = True) -> FinishedRequest | None:
@@ -63,9 +61,10 @@ class ConstrainedRequests:
             if not grammar.accept(token_ids):
                 return FinishedRequest(FinishReason.ERROR, error="a token was sampled that the grammar forbids")
             if not grammar.is_terminated and self._jumps and may_jump and request.stage is RequestStage.DECODE:
-                finished = self._append_forced(request, grammar.forced_tokens())
-                if finished is not None:
-                    return finished
+                while forced := grammar.forced_tokens():
+                    finished = self._append_forced(request, forced)
+                    if finished is not None:
+                        return finished
             if grammar.is_terminated:
                 return FinishedRequest(FinishReason.STOP)
             request.token_masks = grammar.token_masks(())
@@ -85,19 +84,13 @@ class ConstrainedRequests:
             request.token_masks = grammar.token_masks(drafts)
 
     @staticmethod
-    def _append_forced(request: Request, forced: Sequence[int]) -> FinishedRequest | None:
+    def _append_forced(request: Request, forced: list[int]) -> FinishedRequest | None:
         """As if they had been sampled."""
         assert request.grammar is not None
-        num_appended = 0
-        finished = None
-        for token_id in forced:
-            request.token_ids.append(token_id)
-            num_appended += 1
-            finished = request.check_stop(token_id)
-            if finished is not None:
-                break
-        request.num_tokens_with_spec = len(request.token_ids)
-        request.num_untold_tokens += num_appended
-        if finished is None and num_appended:
-            assert request.grammar.accept(forced), "the grammar forces what it forbids"
+        token_ids = request.token_ids
+        token_ids += forced
+        finished, num_kept = find_end(request, len(forced))
+        request.num_tokens_with_spec = len(token_ids)
+        request.num_untold_tokens += num_kept
+        assert finished is not None or request.grammar.accept(forced), "the grammar forces what it forbids"
         return finished

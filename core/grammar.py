@@ -38,8 +38,7 @@ class GrammarMatcher(Protocol):
         ...
 
     def forced_tokens(self) -> list[int]:
-        """The tokens that must follow, an end token among them, or none if there is a choice. The masks allow no others, one after
-        the other."""
+        """Tokens that must follow, maybe an end token; none if there is a choice. The masks allow no others, one by one."""
         ...
 
 

@@ -54,24 +54,34 @@ class LlgMatcher:
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """See GrammarMatcher."""
-        if self._matcher.try_consume_tokens(list(token_ids)) != len(token_ids):
+        matcher = self._matcher
+        may_end = bool(token_ids) and token_ids[-1] in self._end_token_ids
+        text = list(token_ids[:-1] if may_end else token_ids)
+        if matcher.try_consume_tokens(text) != len(text):
             return False
-        self.is_terminated = bool(token_ids) and token_ids[-1] in self._end_token_ids and self._matcher.is_stopped()
-        return True
+        self.is_terminated = may_end and matcher.is_accepting()  # an end is not told to the library: it would reject some
+        return self.is_terminated or not may_end or matcher.consume_token(token_ids[-1])
 
     def count_valid(self, draft_token_ids: Sequence[int]) -> int:
         """See GrammarMatcher."""
+        if self._matcher.is_stopped():
+            return int(draft_token_ids[:1] == [self._end_token_ids[0]])
         return self._matcher.validate_tokens(list(draft_token_ids)) if draft_token_ids else 0
 
     def token_masks(self, draft_token_ids: Sequence[int]) -> list[bytes]:
         """See GrammarMatcher."""
         matcher = self._matcher
         masks = [self._mask()]
+        num_consumed = 0
         for token_id in draft_token_ids:
+            if token_id in self._end_token_ids and matcher.is_accepting():
+                masks += [self._end_mask] * (len(draft_token_ids) - num_consumed)
+                break
             assert matcher.consume_token(token_id), f"draft {token_id} does not follow the grammar"
+            num_consumed += 1
             masks.append(self._mask())
-        if draft_token_ids:
-            matcher.rollback(len(draft_token_ids))
+        if num_consumed:
+            matcher.rollback(num_consumed)
         self._check_limits()
         return masks
 

@@ -20,8 +20,8 @@ from core.kv.ledger import EndedTransfer, TransferLedger
 from core.kv_cache_manager import KVCacheManager
 from core.request import FinishReason, Request, RequestStage, RequestStatus, transition
 from core.stats import EngineStats
-from core.step import NewRequest, StepPlan, StepResult
-from core.step_output import FinishedRequest, StepOutput
+from core.step import NewRequest, StepPlan, StepResult, TokenLogprob
+from core.step_output import FinishedRequest, StepOutput, find_end
 from core.waiting_queue import WaitingQueue
 
 _MAX_LOADS_PER_REQUEST = 2  # a load whose blocks were evicted before they were used is repeated once, then computed
@@ -47,6 +47,7 @@ class Scheduler:
         clock: Clock,
         stats: EngineStats,
         drafter: Drafter | None = None,
+        grammars: ConstrainedRequests | None = None,
     ) -> None:
         """drafter: proposes tokens for requests that decode; then a step needs the tokens of the one before it. grammars: None
         where no request may have one.
@@ -234,22 +235,20 @@ class Scheduler:
             self._collect_prompt_logprobs(result, output)
         if result.logprobs:
             output.logprobs.update(result.logprobs)
-        for (request_id, num_tokens), sampled in zip(plan.num_scheduled_tokens.items(), result.sampled_token_ids, strict=True):
+        scheduled = plan.num_scheduled_tokens
+        for request_id, num_tokens, sampled in zip(scheduled, scheduled.values(), result.sampled_token_ids, strict=True):
             request = requests.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
+            if request is None:
                 continue
             request.num_written_tokens += num_tokens
             finished = None
             if sampled:
                 token_ids = request.token_ids
                 first_index[request_id] = len(token_ids) - request.num_prompt_tokens
-                for index, token_id in enumerate(sampled):
-                    token_ids.append(token_id)
-                    if token_id in request.stop_token_ids or len(token_ids) >= request.max_total_tokens:
-                        finished = request.check_stop(token_id)
-                        if finished is not None:
-                            sampled = sampled[: index + 1]
-                            break
+                token_ids += sampled
+                if len(token_ids) >= request.max_total_tokens or not request.stop_token_ids.isdisjoint(sampled):
+                    finished, num_kept = find_end(request, len(sampled))
+                    sampled = sampled[:num_kept]
                 new_token_ids[request_id] = sampled
                 num_generated += len(sampled)
                 if drafts and request_id in drafts:
@@ -453,7 +452,7 @@ class Scheduler:
         for request, finished in self._grammars.poll():
             request.awaits_grammar = False
             if finished is not None:
-                self._report_unreported(request, output)
+                self._stats.num_forced_tokens += self._report(request, output, 0)
                 output.finished[request.request_id] = finished
                 self._finish(request, finished.reason)
 
@@ -471,30 +470,43 @@ class Scheduler:
                 plan.token_masks[request_id] = request.token_masks[: 1 + num_drafts]
 
     def _follow_grammars(self, plan: StepPlan, output: StepOutput) -> int:
-        """After a step's tokens were appended: what the grammars make of them. Returns how many tokens came without being sampled."""
+        """After a step's tokens were appended: what the grammars make of them. Returns how many tokens nobody sampled."""
         assert self._grammars is not None
         num_forced = 0
         for request in self._constrained:
             request_id = request.request_id
-            if request_id not in plan.num_scheduled_tokens or request_id not in output.new_token_ids:
+            sampled = output.new_token_ids.get(request_id) if request_id in plan.num_scheduled_tokens else None
+            if sampled is None:
                 continue
-            sampled = output.new_token_ids[request_id]
-            if request.num_unreported_tokens:
-                num_forced += self._report_unreported(request, output)
-            if request.status is not RequestStatus.RUNNING:
-                continue
-            self._drop_drafts(request)
-            num_known = len(request.token_ids)
-            finished = self._grammars.advance(request, sampled)
-            request.num_unreported_tokens = len(request.token_ids) - num_known
-            num_forced += self._report_unreported(request, output)
+            finished = None
+            if request.status is RequestStatus.RUNNING:
+                self._drop_drafts(request)
+                finished = self._grammars.advance(request, sampled)
+                if finished is None and self._drafter is not None and not request.num_untold_tokens:
+                    self._propose_drafts(request)
+                    self._grammars.keep_valid_drafts(request)
+            num_forced += self._report(request, output, len(sampled))
             if finished is not None:
                 output.finished[request_id] = finished
                 self._finish(request, finished.reason)
-            elif self._drafter is not None and not request.num_untold_tokens:
-                self._propose_drafts(request)
-                self._grammars.keep_valid_drafts(request)
         self._stats.num_forced_tokens += num_forced
+        return num_forced
+
+    @staticmethod
+    def _report(request: Request, output: StepOutput, num_sampled: int) -> int:
+        """Put into the news what was forced before and after the num_sampled tokens that a step sampled; how many there were."""
+        request_id, token_ids = request.request_id, request.token_ids
+        first, request.num_reported_tokens = request.num_reported_tokens, len(token_ids)
+        num_forced = len(token_ids) - first - num_sampled
+        if num_forced:
+            first_index = first - request.num_prompt_tokens
+            num_before = output.first_index.get(request_id, first_index) - first_index
+            new = output.new_token_ids[request_id] = token_ids[first:]
+            output.first_index[request_id] = first_index
+            if (num_top := request.sampling.logprobs) is not None:
+                certain = [TokenLogprob(token_id, 0.0, 1, ((token_id, 0.0),) if num_top else ()) for token_id in new]
+                certain[num_before : num_before + num_sampled] = output.logprobs.get(request_id, [])
+                output.logprobs[request_id] = certain
         return num_forced
 
     # -- preemption and end --------------------------------------------------------------------------------------------

@@ -64,8 +64,8 @@ class TokenLogprob:
     """Log-probability of one token: of the token itself, its rank (1 is the most likely), and the best alternatives.
 
     top: (token_id, logprob) pairs, most likely first, as many as were asked for. Natural logarithm, over the model's
-    distribution before temperature, penalties and filters, as vLLM's default "raw_logprobs". A grammar's mask comes before: what it
-    forbids is never listed, and a token without an alternative has 0.
+    distribution before temperature, penalties and filters, as vLLM's default "raw_logprobs". A grammar's mask comes before:
+    what it forbids is never listed, and a token without an alternative has 0.
     """
 
     token_id: int
