@@ -71,9 +71,10 @@ class EngineOptions:
     store blocks that fill while decoding, so that a request can move to another node by a prefix hit. overlap_steps: on, off or
     auto: schedule a step while the one before it runs. num_speculative_tokens: drafts to verify per request and step, 0: none;
     then steps do not overlap. They are what followed the last prompt_lookup_max (or fewer, down to prompt_lookup_min) tokens
-    before. kv_load_policy: auto loads KV from the store when that is predicted to be faster than computing it, always does not
-    ask. num_threads 0: what torch chooses. device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host
-    memory through which KV passes between a CUDA device and the store.
+    before. jump_decoding: tokens that a grammar leaves no choice about are appended without sampling them, one step each.
+    kv_load_policy: auto loads KV from the store when that is predicted to be faster than computing it, always does not ask.
+    num_threads 0: what torch chooses. device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory
+    through which KV passes between a CUDA device and the store.
     """
 
     block_size: int = 16
@@ -94,6 +95,7 @@ class EngineOptions:
     num_speculative_tokens: int = 0
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    jump_decoding: bool = True
     kv_load_policy: str = "auto"
     num_threads: int = 0
     device: str = "cpu"

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 from core.clock import Clock
 from core.config import EngineOptions
+from core.constrained import ConstrainedRequests
 from core.drafter import Drafter, create_drafter
 from core.engine_model import EngineModel
 from core.errors import ConfigError, InvalidInputError, OverloadedError
+from core.grammar import GrammarCompiler
 from core.kv.block_pool import BlockPool
 from core.kv.connector import KVConnector
 from core.kv.ledger import TransferLedger
@@ -61,10 +63,12 @@ class EngineCore:
         clock: Clock,
         *,
         drafter: Drafter | None = None,
+        grammar_compiler: GrammarCompiler | None = None,
         has_model_thread: bool = False,
     ) -> None:
-        """drafter: instead of the one that the options name. has_model_thread: the runner is called on a thread of its own, so
-        that steps that overlap do so in time; else the runner is called when a result is asked for.
+        """drafter: instead of the one that the options name. grammar_compiler: for structured output; None refuses it. It is
+        closed with the engine. has_model_thread: the runner is called on a thread of its own, so that steps that overlap do so in
+        time; else the runner is called when a result is asked for.
         """
         if num_blocks * options.block_size < model.max_model_len:
             raise ConfigError(
@@ -91,7 +95,10 @@ class EngineCore:
             save_timeout_s=options.kv_save_timeout_s,
             always_load=options.kv_load_policy == "always",
         )
-        self._scheduler = Scheduler(options, self._kv, self._ledger, clock, self.stats, drafter or create_drafter(options))
+        self._grammar_compiler = grammar_compiler
+        grammars = ConstrainedRequests(grammar_compiler, jumps=options.jump_decoding) if grammar_compiler else None
+        drafter = drafter or create_drafter(options)
+        self._scheduler = Scheduler(options, self._kv, self._ledger, clock, self.stats, drafter, grammars)
         self._steps = StepsInFlight(runner, clock, on_thread=has_model_thread)
         self._news = StepOutput()  # of steps that were finished outside step()
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of ended requests are skipped
@@ -139,6 +146,8 @@ class EngineCore:
             kv_sources=kv_sources,
             stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
             max_total_tokens=min(limit, self.model.max_model_len),
+            needs_last_token=sampling.grammar is not None,
+            awaits_grammar=sampling.grammar is not None,
         )
         if stage is RequestStage.PREFILL:
             self._handoffs[request_id] = _Handoff(num_known)
@@ -179,6 +188,8 @@ class EngineCore:
         if len(output_token_ids) >= sampling.max_tokens:
             raise InvalidInputError("max_tokens", sampling.max_tokens, f"more than the {len(output_token_ids)} tokens there are")
         sampling.validate(self.model.vocab_size)
+        if sampling.grammar is not None and self._grammar_compiler is None:
+            raise InvalidInputError("grammar", sampling.grammar.text, "absent: this engine was started without grammars")
 
     # -- stepping ------------------------------------------------------------------------------------------------------
     def has_work(self) -> bool:
@@ -356,6 +367,8 @@ class EngineCore:
     def close(self) -> None:
         """Close the connector and settle what was in flight."""
         self._steps.close()
+        if self._grammar_compiler is not None:
+            self._grammar_compiler.close()
         self._ledger.close()
 
 

@@ -18,7 +18,7 @@ class GrammarMatcher(Protocol):
 
     @property
     def is_terminated(self) -> bool:
-        """True when the output is complete and nothing may follow it, or when an end token was accepted."""
+        """True when the output is complete: an end token was accepted."""
         ...
 
     def accept(self, token_ids: Sequence[int]) -> bool:
@@ -38,7 +38,7 @@ class GrammarMatcher(Protocol):
         ...
 
     def forced_tokens(self) -> list[int]:
-        """The tokens that must follow, empty if there is a choice. The masks allow no others, one after the other."""
+        """Tokens that must follow, maybe an end token; none if there is a choice. The masks allow no others, one by one."""
         ...
 
 

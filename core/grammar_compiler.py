@@ -39,42 +39,60 @@ _JSON_DEFAULTS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 
 
 class LlgMatcher:
-    """core.grammar.GrammarMatcher over an LLMatcher, which it owns."""
+    """core.grammar.GrammarMatcher over an LLMatcher, which it owns. end_mask allows end_token_ids[0] alone.
 
-    __slots__ = ("_matcher",)
+    The library stops when nothing but an end token may follow; of several it is always the same one that is forced then.
+    """
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    __slots__ = ("_end_mask", "_end_token_ids", "_matcher", "is_terminated")
+
+    def __init__(self, matcher: LLMatcher, end_token_ids: Sequence[int], end_mask: bytes) -> None:
+        self.is_terminated = False
         self._matcher = matcher
-
-    @property
-    def is_terminated(self) -> bool:
-        """See GrammarMatcher."""
-        return self._matcher.is_stopped()
+        self._end_token_ids = end_token_ids
+        self._end_mask = end_mask
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """See GrammarMatcher."""
-        return self._matcher.try_consume_tokens(list(token_ids)) == len(token_ids)
+        matcher = self._matcher
+        may_end = bool(token_ids) and token_ids[-1] in self._end_token_ids
+        text = list(token_ids[:-1] if may_end else token_ids)
+        if matcher.try_consume_tokens(text) != len(text):
+            return False
+        self.is_terminated = may_end and matcher.is_accepting()  # an end is not told to the library: it would reject some
+        return self.is_terminated or not may_end or matcher.consume_token(token_ids[-1])
 
     def count_valid(self, draft_token_ids: Sequence[int]) -> int:
         """See GrammarMatcher."""
+        if self._matcher.is_stopped():
+            return int(draft_token_ids[:1] == [self._end_token_ids[0]])
         return self._matcher.validate_tokens(list(draft_token_ids)) if draft_token_ids else 0
 
     def token_masks(self, draft_token_ids: Sequence[int]) -> list[bytes]:
         """See GrammarMatcher."""
         matcher = self._matcher
-        masks = [matcher.compute_bitmask()]
-        num_taken = 0
+        masks = [self._mask()]
+        num_consumed = 0
         for token_id in draft_token_ids:
+            if token_id in self._end_token_ids and matcher.is_accepting():
+                masks += [self._end_mask] * (len(draft_token_ids) - num_consumed)
+                break
             assert matcher.consume_token(token_id), f"draft {token_id} does not follow the grammar"
-            num_taken += 1
-            masks.append(matcher.compute_bitmask())
-        if num_taken:
-            matcher.rollback(num_taken)
+            num_consumed += 1
+            masks.append(self._mask())
+        if num_consumed:
+            matcher.rollback(num_consumed)
         self._check_limits()
         return masks
 
+    def _mask(self) -> bytes:
+        return self._end_mask if self._matcher.is_stopped() else self._matcher.compute_bitmask()
+
     def forced_tokens(self) -> list[int]:
         """See GrammarMatcher."""
+        if self._matcher.is_stopped():
+            self._check_limits()  # at which it stops as well
+            return [] if self.is_terminated else [self._end_token_ids[0]]
         tokens = self._matcher.compute_ff_tokens()
         self._check_limits()
         return tokens
@@ -95,7 +113,8 @@ class LlgCompiler:
         self.on_result: Callable[[], None] = lambda: None
         self._model_dir = model_dir
         self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
+        self._end_token_ids = list(eos_token_ids)
+        self._end_mask = b""
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[GrammarSource, LLMatcher | InvalidInputError] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
@@ -125,9 +144,10 @@ class LlgCompiler:
         self._compile(source)
 
     def _make(self, source: GrammarSource, output_token_ids: list[int]) -> GrammarMatcher:
-        matcher = LlgMatcher(self._compile(source).deep_copy())
+        matcher = LlgMatcher(self._compile(source).deep_copy(), self._end_token_ids, self._end_mask)
         if output_token_ids and not matcher.accept(output_token_ids):
             raise InvalidInputError("output_token_ids", output_token_ids, "tokens that follow the grammar")
+        matcher.token_masks([])  # the first of a place takes longest: what it found is remembered
         return matcher
 
     def _compile(self, source: GrammarSource) -> LLMatcher:
@@ -148,7 +168,10 @@ class LlgCompiler:
     def _compile_anew(self, source: GrammarSource) -> LLMatcher:
         source.validate()
         if self._tokenizer is None:
-            self._tokenizer = _read_tokenizer(self._model_dir, self._vocab_size, self._eos_token_ids)
+            self._tokenizer = _read_tokenizer(self._model_dir, self._vocab_size, self._end_token_ids)
+            self._end_token_ids = self._end_token_ids or [self._tokenizer.eos_token]
+            num_words = -(-self._tokenizer.vocab_size // 32)
+            self._end_mask = (1 << self._end_token_ids[0]).to_bytes(4 * num_words, "little")
         matcher = LLMatcher(self._tokenizer, _definition(source), log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one takes longest, and shows some of what will not work at all

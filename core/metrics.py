@@ -39,6 +39,7 @@ _COUNTERS = {
     "external_prefix_cache_queries": ("Tokens asked of the store after local hits, once per request.", "external_query_tokens"),
     "external_prefix_cache_hits": ("Tokens that a store supplied, once per request.", "external_hit_tokens"),
     "spec_decode_num_drafts": ("Steps of a request that had draft tokens.", "num_drafts"),
+    "forced_tokens": ("Generated tokens that a grammar forced, and no step sampled.", "num_forced_tokens"),
     "spec_decode_num_draft_tokens": ("Draft tokens that steps verified.", "num_draft_tokens"),
     "store_evictions": ("Blocks that this node evicted from the store.", "store_evictions"),
 }

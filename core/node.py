@@ -22,6 +22,7 @@ from core.config import EXIT_USAGE, LOG_FORMAT, Config, parse_config
 from core.engine import EngineCore
 from core.engine_model import EngineModel
 from core.errors import ConfigError, KVRelayError
+from core.grammar import GrammarCompiler
 from core.kv.connector import KVConnector
 from core.kv.pool_memory import KVPoolMemory
 from core.metrics import engine_metric_families
@@ -56,6 +57,7 @@ class NodeServer:
         connector: KVConnector | None,
         *,
         num_blocks: int | None = None,
+        grammar_compiler: GrammarCompiler | None = None,
     ) -> None:
         options = config.node
         num_blocks = connector_memory.num_blocks if num_blocks is None else num_blocks
@@ -66,6 +68,7 @@ class NodeServer:
             runner,
             connector,
             MonotonicClock(),
+            grammar_compiler=grammar_compiler,
             has_model_thread=config.engine.overlaps_steps,
         )
         self._options = options
@@ -96,8 +99,9 @@ class NodeServer:
             ),
             keys,
         )
-        if connector is not None:
-            connector.on_result = self._link.wake_step_thread
+        for source in (connector, grammar_compiler):
+            if source is not None:
+                source.on_result = self._link.wake_step_thread
 
     def run(self) -> int:
         """Serve until drained, refused or told to stop. This is the step thread."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from core.grammar import GrammarMatcher
 from core.sampling_params import SamplingParams
 from core.step import TokenLogprob
 
@@ -58,6 +59,10 @@ class Request:
     as they were needed. kv_sources: nodes that have computed some of them; see PrefixLookup.
     num_committed_blocks: leading blocks that the prefix cache knows. num_saved_blocks: leading blocks handed to the store.
     needs_last_token: a step may only be scheduled once the last one's tokens are known, such as for a grammar.
+    grammar: where the output stands in the grammar it follows; awaits_grammar: there will be one. token_masks: what may come
+    after token_ids, and after each draft. num_untold_tokens: the last of token_ids, forced by the grammar, that the runner does
+    not know.
+    num_reported_tokens: leading tokens that need not be told any more; what is forced before the first step goes out with it.
     """
 
     request_id: str
@@ -78,6 +83,11 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     draft_token_ids: list[int] = field(default_factory=list)
     needs_last_token: bool = False
+    awaits_grammar: bool = False
+    grammar: GrammarMatcher | None = None
+    token_masks: list[bytes] = field(default_factory=list)
+    num_untold_tokens: int = 0
+    num_reported_tokens: int = 0  # kept up to date for requests with a grammar
     num_tokens_with_spec: int = 0
     num_computed_tokens: int = 0
     num_written_tokens: int = 0
@@ -95,7 +105,7 @@ class Request:
     num_cached_tokens: int | None = None  # hit tokens at first admission; None before it
 
     def __post_init__(self) -> None:
-        self.num_tokens_with_spec = len(self.token_ids)
+        self.num_tokens_with_spec = self.num_reported_tokens = len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from core.blocks_in_progress import BlocksInProgress
 from core.clock import Clock
 from core.config import EngineOptions
+from core.constrained import ConstrainedRequests
 from core.drafter import Drafter
 from core.kv.connector import TransferDirection
 from core.kv.ledger import EndedTransfer, TransferLedger
@@ -21,8 +22,8 @@ from core.long_prompts import LongPrompts
 from core.prompt_delay import PromptDelay
 from core.request import FinishReason, Request, RequestStage, RequestStatus, transition
 from core.stats import EngineStats
-from core.step import NewRequest, StepPlan, StepResult
-from core.step_output import FinishedRequest, StepOutput
+from core.step import NewRequest, StepPlan, StepResult, TokenLogprob
+from core.step_output import FinishedRequest, StepOutput, find_end
 from core.waiting_queue import WaitingQueue
 
 _MAX_LOADS_PER_REQUEST = 2  # a load whose blocks were evicted before they were used is repeated once, then computed
@@ -48,8 +49,11 @@ class Scheduler:
         clock: Clock,
         stats: EngineStats,
         drafter: Drafter | None = None,
+        grammars: ConstrainedRequests | None = None,
     ) -> None:
-        """drafter: proposes tokens for requests that decode; then a step needs the tokens of the one before it."""
+        """drafter: proposes tokens for requests that decode; then a step needs the tokens of the one before it. grammars: None
+        where no request may have one.
+        """
         self._options = options
         self._kv = kv
         self._ledger = ledger
@@ -57,6 +61,8 @@ class Scheduler:
         self._stats = stats
         self._drafter = drafter
         self._looks_ahead = options.overlaps_steps and drafter is None
+        self._grammars = grammars
+        self._constrained: list[Request] = []  # those running with a grammar, after schedule()
         self.must_settle = False  # what stands in the next step's way goes when the steps in flight are done
         self.needs_last_tokens = not self._looks_ahead  # of a running request: then no step is scheduled ahead
         self.requests: dict[str, Request] = {}
@@ -87,6 +93,9 @@ class Scheduler:
             self._kv.extend_hashes(request)
             self._ledger.num_external_blocks(request.request_id, request.block_hashes, 0, request.kv_sources)
         self._waiting.push(request)
+        if request.awaits_grammar:
+            assert self._grammars is not None
+            self._grammars.start(request)
 
     def _rank(self, request: Request) -> float:
         """What its place in the queue is by: its priority where that counts, or with aging the moment at which that will be 0.
@@ -128,6 +137,8 @@ class Scheduler:
         block_size = self._kv.block_size
         looks_ahead = self._looks_ahead
         self.must_settle = False
+        if self._grammars is not None and self._grammars.num_pending:
+            self._take_grammars(output)
 
         index = 0
         while index < len(self.running) and budget > 0:
@@ -207,6 +218,7 @@ class Scheduler:
         if self._is_batch_changed:
             self._num_common_prefix_blocks = self._kv.num_common_prefix_blocks(self.running)
             self.needs_last_tokens = not looks_ahead or any(request.needs_last_token for request in self.running)
+            self._constrained = [request for request in self.running if request.grammar is not None]
             self._is_batch_changed = False
         output.num_tokens = self._options.max_num_batched_tokens - budget
         plan = StepPlan(
@@ -222,6 +234,8 @@ class Scheduler:
         )
         if new_requests and self._prompt_delay is not None:
             self._prompt_delay.note_prompt_step(self._clock.now_s())
+        if self._constrained:
+            self._constrain(plan)
         if num_scheduled:
             self._kv.begin_step(plan.step_id)
         self._finished_request_ids = []
@@ -252,7 +266,7 @@ class Scheduler:
                 first_index[request_id] = len(token_ids) - request.num_prompt_tokens
                 token_ids += sampled
                 if len(token_ids) >= request.max_total_tokens or not request.stop_token_ids.isdisjoint(sampled):
-                    finished, num_kept = self._find_end(request, len(sampled))
+                    finished, num_kept = find_end(request, len(sampled))
                     sampled = sampled[:num_kept]
                 new_token_ids[request_id] = sampled
                 num_generated += len(sampled)
@@ -271,6 +285,8 @@ class Scheduler:
                 self._finish(request, finished.reason)
             elif sampled and self._drafter is not None:
                 self._propose_drafts(request)
+        if self._constrained:
+            num_generated += self._follow_grammars(plan, output)
         self._drop_ended_from_running()
         self._stats.num_generation_tokens += num_generated
         self._stats.step_generation_tokens = num_generated
@@ -332,7 +348,7 @@ class Scheduler:
     def _try_admit(self, request: Request, limit: int, output: StepOutput) -> tuple[_Admission, int]:
         """Try to start a waiting request with at most `limit` tokens in this step: (what became of it, tokens scheduled)."""
         kv, long_prompts = self._kv, self._long_prompts
-        if long_prompts is not None and long_prompts.is_next_in_vain(request):
+        if request.awaits_grammar or (long_prompts is not None and long_prompts.is_next_in_vain(request)):
             return _Admission.UNDECIDED, 0
         hit_block_ids = kv.find_local_hit(request)
         next_hash = kv.next_hit_hash(request, len(hit_block_ids))
@@ -461,6 +477,70 @@ class Scheduler:
         for position in range(min(num_kept - 1, len(drafts))):
             stats.accepted_by_position[str(position)] = stats.accepted_by_position.get(str(position), 0) + 1
 
+    # -- grammars ------------------------------------------------------------------------------------------------------
+    def _take_grammars(self, output: StepOutput) -> None:
+        """Let requests go on whose grammar is there by now, or end them."""
+        assert self._grammars is not None
+        for request, finished in self._grammars.poll():
+            request.awaits_grammar = False
+            if finished is not None:
+                self._stats.num_forced_tokens += self._report(request, output, 0)
+                output.finished[request.request_id] = finished
+                self._finish(request, finished.reason)
+
+    def _constrain(self, plan: StepPlan) -> None:
+        """Add to a plan what its requests with a grammar need. A new request's forced tokens are among its known ones."""
+        for request in self._constrained:
+            request_id = request.request_id
+            if request_id not in plan.num_scheduled_tokens:
+                continue
+            if request.num_untold_tokens:
+                plan.forced_token_ids[request_id] = request.token_ids[-request.num_untold_tokens :]
+                request.num_untold_tokens = 0
+            num_drafts = len(plan.draft_token_ids.get(request_id, ()))
+            if request.num_computed_tokens - num_drafts == len(request.token_ids):
+                plan.token_masks[request_id] = request.token_masks[: 1 + num_drafts]
+
+    def _follow_grammars(self, plan: StepPlan, output: StepOutput) -> int:
+        """After a step's tokens were appended: what the grammars make of them. Returns how many tokens nobody sampled."""
+        assert self._grammars is not None
+        num_forced = 0
+        for request in self._constrained:
+            request_id = request.request_id
+            sampled = output.new_token_ids.get(request_id) if request_id in plan.num_scheduled_tokens else None
+            if sampled is None:
+                continue
+            finished = None
+            if request.status is RequestStatus.RUNNING:
+                self._drop_drafts(request)
+                finished = self._grammars.advance(request, sampled)
+                if finished is None and self._drafter is not None and not request.num_untold_tokens:
+                    self._propose_drafts(request)
+                    self._grammars.keep_valid_drafts(request)
+            num_forced += self._report(request, output, len(sampled))
+            if finished is not None:
+                output.finished[request_id] = finished
+                self._finish(request, finished.reason)
+        self._stats.num_forced_tokens += num_forced
+        return num_forced
+
+    @staticmethod
+    def _report(request: Request, output: StepOutput, num_sampled: int) -> int:
+        """Put into the news what was forced before and after the num_sampled tokens that a step sampled; how many there were."""
+        request_id, token_ids = request.request_id, request.token_ids
+        first, request.num_reported_tokens = request.num_reported_tokens, len(token_ids)
+        num_forced = len(token_ids) - first - num_sampled
+        if num_forced:
+            first_index = first - request.num_prompt_tokens
+            num_before = output.first_index.get(request_id, first_index) - first_index
+            new = output.new_token_ids[request_id] = token_ids[first:]
+            output.first_index[request_id] = first_index
+            if (num_top := request.sampling.logprobs) is not None:
+                certain = [TokenLogprob(token_id, 0.0, 1, ((token_id, 0.0),) if num_top else ()) for token_id in new]
+                certain[num_before : num_before + num_sampled] = output.logprobs.get(request_id, [])
+                output.logprobs[request_id] = certain
+        return num_forced
+
     # -- preemption and end --------------------------------------------------------------------------------------------
     def _choose_victim(self, request: Request) -> Request | None:
         """The lowest-priority, then youngest running request whose blocks would come back now, `request` itself at the last.
@@ -487,6 +567,7 @@ class Scheduler:
         self._in_progress.withdraw(request)
         request.num_computed_tokens = request.num_written_tokens = 0
         request.draft_token_ids = []
+        request.num_untold_tokens = 0
         request.num_tokens_with_spec = len(request.token_ids)
         request.prompt_logprobs = []
         request.may_load = True
@@ -506,28 +587,6 @@ class Scheduler:
                 self._preempt(request)
                 self._finished_request_ids.append(request.request_id)  # the runner forgets it too
         return self._kv.pool.try_reset_hashes()
-
-    @staticmethod
-    def _find_end(request: Request, num_new: int) -> tuple[FinishedRequest | None, int]:
-        """Whether one of the last num_new tokens ends the request, and how many of them it keeps; the others are removed.
-
-        Stop tokens count from min_tokens on.
-        """
-        token_ids, sampling = request.token_ids, request.sampling
-        first = len(token_ids) - num_new
-        for length in range(first + 1, len(token_ids) + 1):
-            token_id = token_ids[length - 1]
-            if token_id in request.stop_token_ids and length - request.num_prompt_tokens >= sampling.min_tokens:
-                finished = FinishedRequest(FinishReason.STOP)
-                if token_id in sampling.stop_token_ids:
-                    finished.stop_token_id = token_id
-            elif length >= request.max_total_tokens:
-                finished = FinishedRequest(FinishReason.LENGTH)
-            else:
-                continue
-            del token_ids[length:]
-            return finished, length - first
-        return None, num_new
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         was = request.status

@@ -62,6 +62,7 @@ class EngineStats:
     num_drafts: int = 0  # steps of a request that had draft tokens
     num_draft_tokens: int = 0
     accepted_by_position: Counts = field(default_factory=dict)  # accepted draft tokens by their place in the draft, from "0"
+    num_forced_tokens: int = 0  # of num_generation_tokens: those that a grammar left no choice about, and nobody sampled
 
     # by tier, where the store has several
     tier_is_reachable: Counts = field(default_factory=dict)  # gauge, 0 or 1

@@ -36,6 +36,8 @@ class StepPlan:
     new_block_ids holds blocks to append to the block table, for continuing requests that got some. draft_token_ids: guesses to
     verify, of those that have some; they are the last of the request's scheduled tokens. removed_request_ids
     (finished, aborted or preempted since the last plan) are dropped by the runner before anything else.
+    forced_token_ids: tokens to append to what the runner knows of a request, which nobody sampled: its grammar left no choice.
+    token_masks: of requests with a grammar, for each row that is sampled; see GrammarMatcher.token_masks.
     num_common_prefix_blocks: leading blocks shared by every request of the batch.
     """
 
@@ -48,6 +50,8 @@ class StepPlan:
     preempted_request_ids: list[str]
     num_common_prefix_blocks: int = 0
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    forced_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    token_masks: dict[str, list[bytes]] = field(default_factory=dict)
 
     @property
     def removed_request_ids(self) -> list[str]:
@@ -60,7 +64,8 @@ class TokenLogprob:
     """Log-probability of one token: of the token itself, its rank (1 is the most likely), and the best alternatives.
 
     top: (token_id, logprob) pairs, most likely first, as many as were asked for. Natural logarithm, over the model's
-    distribution before temperature, penalties and filters, as vLLM's default "raw_logprobs".
+    distribution before temperature, penalties and filters, as vLLM's default "raw_logprobs". A grammar's mask comes before:
+    what it forbids is never listed, and a token without an alternative has 0.
     """
 
     token_id: int

@@ -1,10 +1,10 @@
-"""News of an engine's step, for whoever answers the clients: values only."""
+"""News of an engine's step, for whoever answers the clients, and how a request's own limits end it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.request import FinishReason
+from core.request import FinishReason, Request
 from core.step import TokenLogprob
 
 
@@ -34,3 +34,25 @@ class StepOutput:
     logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     prefill_done: list[str] = field(default_factory=list)
+
+
+def find_end(request: Request, num_new: int) -> tuple[FinishedRequest | None, int]:
+    """Whether one of the last num_new tokens ends the request, and how many of them it keeps; the others are removed.
+
+    Stop tokens count from min_tokens on.
+    """
+    token_ids, sampling = request.token_ids, request.sampling
+    first = len(token_ids) - num_new
+    for length in range(first + 1, len(token_ids) + 1):
+        token_id = token_ids[length - 1]
+        if token_id in request.stop_token_ids and length - request.num_prompt_tokens >= sampling.min_tokens:
+            finished = FinishedRequest(FinishReason.STOP)
+            if token_id in sampling.stop_token_ids:
+                finished.stop_token_id = token_id
+        elif length >= request.max_total_tokens:
+            finished = FinishedRequest(FinishReason.LENGTH)
+        else:
+            continue
+        del token_ids[length:]
+        return finished, length - first
+    return None, num_new

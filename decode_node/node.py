@@ -8,6 +8,7 @@ from __future__ import annotations
 from connectors.registry import create_connector
 from core.clock import MonotonicClock
 from core.config import Config
+from core.grammar_compiler import LlgCompiler
 from core.model.loading import load_model
 from core.node import NodeServer, run_node_process
 
@@ -17,7 +18,14 @@ def compose(config: Config) -> NodeServer:
     loaded = load_model(config.model, config.engine)
     connector = create_connector(config.connector.name, config.connector.options, MonotonicClock(), loaded.open_copies)
     return NodeServer(
-        config, "decode", loaded.model, loaded.connector_memory, loaded.runner, connector, num_blocks=loaded.num_blocks
+        config,
+        "decode",
+        loaded.model,
+        loaded.connector_memory,
+        loaded.runner,
+        connector,
+        num_blocks=loaded.num_blocks,
+        grammar_compiler=LlgCompiler(loaded.model_dir, loaded.model.vocab_size, loaded.model.eos_token_ids),
     )
 
 

@@ -9,6 +9,7 @@ import logging
 import time
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 
 import torch
 
@@ -29,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Everything that a node needs of the model room. num_blocks: of the KV pool.
+    """Everything that a node needs of the model room. model_dir: with the tokenizer. num_blocks: of the KV pool.
 
     connector_memory: what a connector is to read and write: the KV pool itself or, where that is on a device, staging memory;
     open_copies then copies between the two, and is None otherwise.
@@ -37,6 +38,7 @@ class LoadedModel:
 
     model: EngineModel
     runner: TorchModelRunner
+    model_dir: Path
     num_blocks: int
     connector_memory: KVPoolMemory
     open_copies: OpenCopies | None
@@ -77,6 +79,7 @@ def load_model(model: ModelOptions, engine: EngineOptions) -> LoadedModel:
             eos_token_ids=description.eos_token_ids,
         ),
         runner=runner,
+        model_dir=model_dir,
         num_blocks=num_blocks,
         connector_memory=connector_memory,
         open_copies=pool.open_copies if isinstance(pool, DevicePool) else None,

@@ -23,7 +23,7 @@ from core.model.description import ModelDescription
 from core.model.device_pool import DevicePool, memory_of
 from core.model.llama import LlamaModel, padded_num_rows
 from core.model.rotary import RotaryEmbedding
-from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, token_logprobs
+from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, apply_token_masks, token_logprobs
 from core.model.weights import load_llama_weights
 from core.sampling_params import SamplingParams
 from core.step import NewRequest, StepPlan, StepResult, TokenLogprob
@@ -79,6 +79,7 @@ class _Scheduled:
     first_position: int
     end_position: int
     drafts: list[int]
+    masks: list[bytes]  # of what is sampled; empty: there is no grammar
 
     @property
     def is_sampled(self) -> bool:
@@ -159,6 +160,8 @@ class TorchModelRunner:
             self._requests[request.request_id] = _RequestState(request)
         for request_id, block_ids in plan.new_block_ids.items():
             self._requests[request_id].block_ids.append(block_ids)
+        for request_id, token_ids in plan.forced_token_ids.items():
+            self._requests[request_id].token_ids.append(token_ids)
 
     def _schedule_rows(self, plan: StepPlan) -> list[_Scheduled]:
         scheduled = []
@@ -171,7 +174,8 @@ class TorchModelRunner:
             assert num_tokens > 0 and end <= num_known, f"{request_id}: {num_tokens} tokens from {first} on"
             assert not drafts or end == num_known, f"{request_id}: drafts without all the tokens before them"
             assert end <= state.block_ids.length * self._block_size, f"{request_id}: no block for position {end - 1}"
-            scheduled.append(_Scheduled(request_id, state, row, first, end, drafts))
+            masks = plan.token_masks.get(request_id, [])
+            scheduled.append(_Scheduled(request_id, state, row, first, end, drafts, masks))
             row += num_tokens
         return scheduled
 
@@ -213,13 +217,15 @@ class TorchModelRunner:
                 end = share.first_row + share.num_tokens
                 row_numbers += range(end - num_drafts - 1, end)
                 first_length = len(token_ids) - num_drafts
+                masks: Sequence[bytes | None] = share.masks or [None] * (num_drafts + 1)
                 rows += [
-                    SampledRow(state.sampling, token_ids[:length], state.num_prompt_tokens)
-                    for length in range(first_length, len(token_ids) + 1)
+                    SampledRow(state.sampling, token_ids[:length], state.num_prompt_tokens, mask)
+                    for length, mask in zip(range(first_length, len(token_ids) + 1), masks, strict=True)
                 ]
         if not rows:
             return [[] for _ in scheduled], {}
         logits = self._model.logits(hidden[row_numbers]).cpu()
+        apply_token_masks(logits, rows)
         tokens = iter(self._sampler.sample(logits, rows))
         sampled = [_kept_tokens(share.drafts, tokens) if share.is_sampled else [] for share in scheduled]
         return sampled, _logprobs(scheduled, sampled, logits)

@@ -113,8 +113,7 @@ def apply_token_masks(logits: Tensor, rows: Sequence[SampledRow]) -> None:
         if row.mask is not None:
             bits = np.unpackbits(np.frombuffer(row.mask, dtype=np.uint8), count=vocab_size, bitorder="little")
             forbidden = torch.from_numpy(bits == 0)
-            torch.nan_to_num_(logits[i], nan=lowest, posinf=torch.finfo(logits.dtype).max, neginf=lowest)
-            logits[i].masked_fill_(forbidden, -torch.inf)
+            torch.nan_to_num_(logits[i], nan=lowest).clamp_(lowest, -lowest).masked_fill_(forbidden, -torch.inf)
 
 
 def apply_penalties(logits: Tensor, row: SampledRow) -> None:

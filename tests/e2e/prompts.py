@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -46,18 +46,36 @@ def token_prompts() -> list[list[int]]:
 
 
 @cache
-def transformers_next_logprobs() -> Callable[[tuple[int, ...]], list[tuple[int, float]]]:
-    """What transformers says comes next, in float32 from the same weights: all tokens, the likeliest first."""
-    model = AutoModelForCausalLM.from_pretrained(resolve_model(MODEL), dtype=torch.float32)
+def transformers_model() -> Any:
+    """The same weights in float32."""
+    return AutoModelForCausalLM.from_pretrained(resolve_model(MODEL), dtype=torch.float32)
 
-    @cache
-    def next_logprobs(known: tuple[int, ...]) -> list[tuple[int, float]]:
-        with torch.inference_mode():
-            logprobs = torch.log_softmax(model(torch.tensor([known]), logits_to_keep=1).logits[0, 0], dim=-1)
-        best = torch.topk(logprobs, 64)
-        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
-    return next_logprobs
+def transformers_next_logprobs(known: tuple[int, ...]) -> list[tuple[int, float]]:
+    """What transformers says comes next: the likeliest tokens with their log-probabilities, by one plain forward pass."""
+    with torch.inference_mode():
+        logits = transformers_model()(torch.tensor([known]), logits_to_keep=1).logits[0, 0]
+    best = torch.topk(torch.log_softmax(logits, dim=-1), 64)
+    return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+def transformers_beams(prompt: list[int], width: int, max_tokens: int) -> list[tuple[list[int], float]]:
+    """(output tokens, cumulative log-probability) of transformers' own beam search, which no eos token ends."""
+    with torch.inference_mode():
+        found = transformers_model().generate(
+            torch.tensor([prompt]),
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            length_penalty=1.0,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    tokens: list[list[int]] = found.sequences[:, len(prompt) :].tolist()
+    return list(zip(tokens, (found.sequences_scores * max_tokens).tolist(), strict=True))
 
 
 def transformers_continues(outputs: list[list[int]]) -> list[list[int]]:
@@ -66,7 +84,7 @@ def transformers_continues(outputs: list[list[int]]) -> list[list[int]]:
     One forward over the given text instead of one per token: where the answer equals `outputs`, so does greedy generation, by
     induction over the positions; where it does not, the first difference is the first wrong token.
     """
-    model = AutoModelForCausalLM.from_pretrained(resolve_model(MODEL), dtype=torch.float32)
+    model = transformers_model()
     answers: list[list[int]] = []
     with torch.inference_mode():
         for prompt, output in zip(token_prompts(), outputs, strict=True):

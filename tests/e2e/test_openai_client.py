@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.prompts import MODEL, token_prompts, transformers_next_logprobs
+from tests.e2e.prompts import MODEL, token_prompts, tokenizer, transformers_beams, transformers_next_logprobs
 from tests.support.cluster import MODEL_NAME, Cluster, ClusterSpec
 from tests.support.tool_templates import HERMES
 from tests.unit.router.tiny_language import search_plainly
@@ -142,23 +142,29 @@ def test_best_of_is_the_likeliest_per_token_of_as_many_choices(client: openai.Op
     assert best.choices[0].logprobs is None
 
 
-@pytest.mark.parametrize("ignore_eos", [True, False])
-def test_beam_search_is_that_of_transformers_forward_passes(client: openai.OpenAI, ignore_eos: bool) -> None:
+def search(client: openai.OpenAI, prompt: list[int], max_tokens: int, **extra: Any) -> tuple[list[list[int]], list[float]]:
+    """Output tokens of a beam search of width 3, and their cumulative log-probabilities."""
+    beams = {"use_beam_search": True, "return_token_ids": True, **extra}
+    answer = client.completions.create(model=MODEL_NAME, prompt=prompt, max_tokens=max_tokens, n=3, logprobs=0, extra_body=beams)
+    sums = [sum(choice.logprobs.token_logprobs) for choice in answer.choices]  # type: ignore[union-attr, arg-type, misc]
+    return [(choice.model_extra or {})["token_ids"] for choice in answer.choices], sums
+
+
+def test_beam_search_without_end_is_transformers_own(client: openai.OpenAI) -> None:
     prompt = token_prompts()[10][:24]
-    beams = {"use_beam_search": True, "length_penalty": 0.8, "ignore_eos": ignore_eos, "return_token_ids": True}
-    answer = client.completions.create(model=MODEL_NAME, prompt=prompt, max_tokens=9, n=3, logprobs=0, extra_body=beams)
-    expected = search_plainly(
-        transformers_next_logprobs(),
-        prompt,
-        width=3,
-        max_tokens=9,
-        length_penalty=0.8,
-        eos_token_ids=[EOS],
-        ignore_eos=ignore_eos,
-    )
-    tokens = [(choice.model_extra or {})["token_ids"] for choice in answer.choices]
+    expected = transformers_beams(prompt, width=3, max_tokens=6)
+    tokens, sums = search(client, prompt, 6, ignore_eos=True)
+    assert tokens == [token_ids for token_ids, _ in expected]
+    assert sums == pytest.approx([cumulative for _, cumulative in expected], abs=1e-3)
+
+
+def test_beam_search_that_may_end_is_a_plain_search_by_forward_passes(client: openai.OpenAI) -> None:
+    text = "<|im_start|>user\nSay nothing but OK.<|im_end|>\n<|im_start|>assistant\nOK"
+    prompt: list[int] = tokenizer().encode(text, add_special_tokens=False).ids
+    expected = search_plainly(transformers_next_logprobs, prompt, width=3, max_tokens=4, length_penalty=0.5, eos_token_ids=[EOS])
+    assert any(token_ids[-1] == EOS for token_ids, _ in expected), "a test of ends needs some"
+    tokens, sums = search(client, prompt, 4, length_penalty=0.5, include_stop_str_in_output=True)
     assert tokens == [list(token_ids) for token_ids, _ in expected]
-    sums = [sum(choice.logprobs.token_logprobs) for choice in answer.choices]  # type: ignore[union-attr, arg-type]
     assert sums == pytest.approx([cumulative for _, cumulative in expected], abs=1e-3)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from core.config import EngineOptions
 from core.drafter import Drafter
 from core.engine import EngineCore
+from core.grammar import GrammarCompiler
 from core.kv.connector import KVConnector
 from core.kv.pool_memory import KVPoolMemory
 from core.request import FinishReason, RequestStage
@@ -30,6 +31,7 @@ class EngineBench:
         connector: KVConnector | None = None,
         max_model_len: int = 0,
         drafter: Drafter | None = None,
+        grammar_compiler: GrammarCompiler | None = None,
         **options: Any,
     ) -> None:
         self.options = dataclasses.replace(EngineOptions(block_size=4, max_num_seqs=16, max_num_batched_tokens=256), **options)
@@ -41,7 +43,16 @@ class EngineBench:
         if connector is not None:
             connector.register_kv_cache(self.pool)
         model = fake_model(block_size, max_model_len or num_blocks * block_size)
-        self.engine = EngineCore(self.options, model, num_blocks, self.runner, connector, self.clock, drafter=drafter)
+        self.engine = EngineCore(
+            self.options,
+            model,
+            num_blocks,
+            self.runner,
+            connector,
+            self.clock,
+            drafter=drafter,
+            grammar_compiler=grammar_compiler,
+        )
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, FinishedRequest] = {}
         self.prefill_done: list[str] = []

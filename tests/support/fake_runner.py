@@ -58,6 +58,12 @@ def oracle_tokens(prompt_token_ids: Sequence[int], num_tokens: int) -> list[int]
     return token_ids[len(prompt_token_ids) :]
 
 
+def _next_allowed(token_id: int, mask: bytes) -> int:
+    """Of the allowed tokens the one that the hash falls on: wrong KV still shows, where there is a choice."""
+    allowed = [candidate for candidate in range(VOCAB_SIZE) if mask[candidate // 8] >> candidate % 8 & 1]
+    return allowed[token_id % len(allowed)]
+
+
 @dataclass(slots=True)
 class _RunnerRequest:
     token_ids: list[int]
@@ -90,18 +96,20 @@ class FakeRunner:
             self._requests[new.request_id] = _RunnerRequest(list(new.token_ids), new.num_computed_tokens, list(new.block_ids))
         for request_id, block_ids in plan.new_block_ids.items():
             self._requests[request_id].block_ids += block_ids
+        for request_id, token_ids in plan.forced_token_ids.items():
+            self._requests[request_id].token_ids += token_ids
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the fake model was told to fail")
         assert sum(plan.num_scheduled_tokens.values()) == plan.num_total_tokens
         return StepResult(
             [
-                self._advance(request_id, count, plan.draft_token_ids.get(request_id, []))
+                self._advance(request_id, count, plan.draft_token_ids.get(request_id, []), plan.token_masks.get(request_id))
                 for request_id, count in plan.num_scheduled_tokens.items()
             ]
         )
 
-    def _advance(self, request_id: str, num_tokens: int, drafts: list[int]) -> list[int]:
+    def _advance(self, request_id: str, num_tokens: int, drafts: list[int], masks: list[bytes] | None) -> list[int]:
         request = self._requests[request_id]
         num_known, end = len(request.token_ids), request.num_computed + num_tokens
         assert end == num_known + len(drafts) if drafts else end <= num_known, f"{request_id}: more tokens than are known"
@@ -117,7 +125,11 @@ class FakeRunner:
         sampled: list[int] = []
         for draft in (*drafts, None):
             length = num_known + len(sampled)
-            sampled.append(_next_token(b"".join(self._read(request, position) for position in range(length))))
+            token_id = _next_token(b"".join(self._read(request, position) for position in range(length)))
+            if masks is not None:
+                assert len(masks) == len(drafts) + 1, f"{request_id}: not a mask for each row"
+                token_id = _next_allowed(token_id, masks[len(sampled)])
+            sampled.append(token_id)
             if sampled[-1] != draft:
                 break
         request.token_ids += sampled

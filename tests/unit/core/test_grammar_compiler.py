@@ -179,8 +179,17 @@ def test_matcher_drafts_are_counted_and_masked_without_a_trace(bench: Bench) -> 
     for index, token_id in enumerate([a, b, a]):
         assert matcher.token_masks([])[0] == masks[index]
         assert matcher.accept([token_id])
-    assert matcher.is_terminated
-    assert bench.allowed(matcher) == {EOS}
+    assert matcher.forced_tokens() == [EOS] and not matcher.is_terminated
+    assert bench.allowed(matcher) == {EOS} and matcher.count_valid([EOS]) == 1
+    assert matcher.accept([EOS]) and matcher.is_terminated and matcher.forced_tokens() == []
+
+
+def test_matcher_drafts_up_to_an_optional_end_are_masked(bench: Bench) -> None:
+    matcher = bench.matcher("regex", "ab*")
+    a = bench.spelling.index(b"a")
+    assert matcher.count_valid([a, EOS]) == 2
+    assert len(matcher.token_masks([a, EOS])) == 3
+    assert matcher.accept([a, EOS]) and matcher.is_terminated
 
 
 def test_matcher_token_outside_is_refused(bench: Bench) -> None:

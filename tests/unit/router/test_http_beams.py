@@ -154,10 +154,12 @@ def test_beams_of_a_client_that_left_are_cancelled(model_folder: Path) -> None:
         node = running.add_node("decode", next_logprobs=LANGUAGE, token_delay_s=0.02)
         with pytest.raises(httpx.ReadTimeout):
             running.complete(timeout_s=0.3, n=2, max_tokens=200, ignore_eos=True, **BEAMS)
-        running.wait_idle()
-        num_received = len(node.received)
-        time.sleep(0.2)
-        assert len(node.received) == num_received < 2 * 200
+        num_received = -1
+        while num_received < len(node.received):  # some steps may have been under way
+            num_received = len(node.received)
+            time.sleep(0.3)
+        assert num_received < 2 * 100
+        assert running.dispatcher.core.num_in_flight == 0
 
 
 def test_beams_that_take_too_long_end_with_a_504(model_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import InvalidInputError
-from core.model.sampler import SampledRow, Sampler, sample_random, token_logprobs, uniform
+from core.model.sampler import SampledRow, Sampler, apply_token_masks, sample_random, token_logprobs, uniform
 from core.sampling_params import SamplingParams
 
 EOS = 2
@@ -188,3 +189,73 @@ def test_sampler_extreme_values_that_validation_allows_choose_a_token_of_the_voc
     logits = torch.linspace(-9.0, 9.0, 20)
     logits[::7] = odd_logit
     assert 0 <= sample_one(logits.tolist(), row) < 20
+
+
+def mask_of(allowed: set[int], vocab_size: int = 5) -> bytes:
+    return sum(1 << token_id for token_id in allowed).to_bytes(4 * -(-vocab_size // 32), "little")
+
+
+def masked_row(allowed: set[int], output: list[int] | None = None, **sampling: Any) -> SampledRow:
+    return dataclasses.replace(make_row(output=output, **sampling), mask=mask_of(allowed))
+
+
+def sample_masked(logits: list[float], row: SampledRow, dtype: torch.dtype = torch.float32) -> int:
+    tensor = torch.tensor([logits], dtype=dtype)
+    apply_token_masks(tensor, [row])
+    return Sampler([EOS]).sample(tensor, [row])[0]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 2.0, "seed": 7},
+        {"temperature": 0.01, "top_p": 0.01, "min_p": 0.9, "seed": 7},
+        {"temperature": 1.0, "top_k": 1, "repetition_penalty": 100.0, "frequency_penalty": 2.0, "seed": 7},
+        {"temperature": 0.0, "logit_bias": {3: -100.0, 1: 100.0}},
+    ],
+)
+@pytest.mark.parametrize("value", [0.0, math.nan, -math.inf, math.inf, -3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sampler_only_allowed_token_is_taken_whatever_the_model_says(
+    sampling: dict[str, Any], value: float, dtype: torch.dtype
+) -> None:
+    row = masked_row({3}, output=[3, 3, 1], **sampling)
+    assert sample_masked([9.0, 8.0, 7.0, value, 1.0], row, dtype) == 3
+
+
+def test_sampler_mask_leaves_the_odds_of_what_it_allows() -> None:
+    rows = [masked_row({1, 4}, seed=seed) for seed in range(4000)]
+    logits = torch.tensor([5.0, 1.0, 9.0, 3.0, 2.0]).expand(len(rows), -1).clone()
+    apply_token_masks(logits, rows)
+    tokens = Sampler([EOS]).sample(logits, rows)
+    assert set(tokens) == {1, 4}
+    assert abs(tokens.count(4) / len(tokens) - math.e / (1 + math.e)) < 0.04
+
+
+def test_sampler_row_without_a_mask_is_not_touched_by_its_neighbours() -> None:
+    logits = torch.randn(2, 5)
+    before = logits[1].clone()
+    apply_token_masks(logits, [masked_row({3}), make_row()])
+    assert torch.equal(logits[1], before)
+    unmasked = logits.clone()
+    apply_token_masks(unmasked, [make_row(), make_row()])
+    assert torch.equal(unmasked, logits)
+
+
+def test_sampler_end_waits_for_min_tokens_only_while_the_grammar_goes_on() -> None:
+    logits = [0.0, 1.0, 9.0, 8.0, 0.0]  # the end is the likeliest
+    for postponing in ({"min_tokens": 5}, {"ignore_eos": True}):
+        assert sample_masked(logits, masked_row({EOS, 1}, temperature=0.0, **postponing)) == 1
+        assert sample_masked(logits, masked_row({EOS}, temperature=0.0, **postponing)) == EOS
+    assert sample_masked(logits, masked_row({EOS, 1}, temperature=0.0)) == EOS
+    assert sample_masked(logits, masked_row({3, 1}, temperature=0.0, min_tokens=5, stop_token_ids=(3,))) == 1
+    assert sample_masked(logits, masked_row({EOS, 1}, output=[1] * 5, temperature=0.0, min_tokens=5)) == EOS
+
+
+def test_token_logprobs_of_masked_rows_list_no_forbidden_token() -> None:
+    logits = torch.tensor([[5.0, 1.0, 9.0, 3.0, 1.0], [5.0, 1.0, 9.0, 3.0, 1.0]])
+    apply_token_masks(logits, [masked_row({3}), masked_row({1, 4})])
+    certain, even = token_logprobs(logits, [3, 4], [4, 4])
+    assert (certain.logprob, certain.rank, certain.top) == (0.0, 1, ((3, 0.0),))
+    assert [token_id for token_id, _ in even.top] == [1, 4] and even.logprob == pytest.approx(math.log(0.5))
