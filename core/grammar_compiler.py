@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 _STACK_BYTES = 64 * 1024 * 1024
 # Time and memory for expressions grow with the square of their length (tens of thousands of optional parts take gigabytes).
 MAX_EXPRESSION_CHARS = 4096
-MAX_LARK_CHARS = 16 * 1024
+MAX_LARK_CHARS = 10 * 1024
 _MAX_NESTING = 100  # of schemas; the library parses JSON to 128 levels
 _MAX_CACHED = 64
 _MAX_ERROR_CHARS = 300
@@ -158,6 +158,9 @@ class LlgCompiler:
                 known = self._compile_anew(source)
             except InvalidInputError as error:
                 known = error
+            except Exception as error:  # whatever the library has not foreseen is this grammar's fault, not the engine's
+                _logger.exception("compiling a %s failed", source.kind)
+                known = _refusal(source, _one_line(str(error)))
         self._compiled[source] = known
         if len(self._compiled) > _MAX_CACHED:
             self._compiled.popitem(last=False)

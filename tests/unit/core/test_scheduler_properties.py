@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
+from core import scheduler as scheduler_module
 from core.blocks_in_progress import BlocksInProgress
 from core.kv.block_pool import BlockPool
 from core.kv.connector import TransferDirection, TransferOutcome, TransferResult
@@ -394,7 +395,7 @@ def evicted_block_can_be_hit(patch: pytest.MonkeyPatch) -> None:
 
 
 def tokens_behind_a_stop_are_told(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._find_end
+    original = scheduler_module.find_end
 
     def find_end(request: Request, num_new: int) -> tuple[Any, int]:
         token_ids = list(request.token_ids)
@@ -402,7 +403,7 @@ def tokens_behind_a_stop_are_told(patch: pytest.MonkeyPatch) -> None:
         request.token_ids[:] = token_ids
         return finished, num_new
 
-    patch.setattr(Scheduler, "_find_end", find_end)
+    patch.setattr(scheduler_module, "find_end", find_end)
 
 
 IN_OVERLAPPED_STEPS: tuple[Patch, ...] = (hashed_before_it_is_written, blocks_return_while_steps_write_them)
