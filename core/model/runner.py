@@ -129,7 +129,7 @@ class TorchModelRunner:
             return StepResult(sampled_token_ids=[])
         with torch.inference_mode():
             scheduled = self._schedule_rows(plan)
-            hidden = self._forward(scheduled)
+            hidden = self._forward(scheduled, plan.num_common_prefix_blocks)
             prompt_logprobs = self._prompt_logprobs(scheduled, hidden)
             sampled, logprobs = self._sample(scheduled, hidden)
         for share, tokens in zip(scheduled, sampled, strict=True):
@@ -157,7 +157,7 @@ class TorchModelRunner:
             row += num_tokens
         return scheduled
 
-    def _forward(self, scheduled: list[_Scheduled]) -> Tensor:
+    def _forward(self, scheduled: list[_Scheduled], num_common_blocks: int) -> Tensor:
         """Hidden states of all scheduled tokens (and padding rows), [num_rows, hidden]; writes their KV."""
         num_tokens = scheduled[-1].first_row + scheduled[-1].end_position - scheduled[-1].first_position
         token_ids = np.zeros(padded_num_rows(num_tokens), dtype=np.int64)
@@ -175,9 +175,10 @@ class TorchModelRunner:
         self._attention.begin_step(
             AttentionBatch(
                 slot_mapping=self._on_device(slot_mapping),
-                block_tables=self._on_device(block_tables),
+                block_tables=torch.from_numpy(block_tables),
                 query_start=torch.tensor([share.first_row for share in scheduled] + [num_tokens]),
                 seq_lens=torch.tensor([share.end_position for share in scheduled]),
+                num_common_blocks=num_common_blocks,
             )
         )
         return self._model.forward(self._on_device(token_ids), self._on_device(positions), self._kv_caches)
