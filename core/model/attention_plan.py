@@ -14,18 +14,24 @@ import torch
 from torch import Tensor
 
 from core.model.attention import AttentionBatch
-from core.model.shared_tiles import CascadeRule, IntArray, Sharing, find_sharing
+from core.model.shared_tiles import CascadeRule, IntArray, Sharing, TileGroup, find_sharing
 
 QUERY_TILE_TOKENS = 128  # query tokens that share a pass over a KV tile
-DECODES_PER_PASS = 8  # on the CPU: their tiles, read, converted and multiplied, stay in the cache
+TILES_PER_PASS = 8  # on the CPU: what is read, converted and multiplied together stays in the cache
+TILES_PER_PASS_ON_DEVICE = 256  # untried: a device wants much at a time
+ROW_TILES_PER_PASS = 32  # the same for scores: tiles times query tokens
 
 
 @dataclass(frozen=True, slots=True)
-class SharedTile:
-    """A KV tile that all of num_tokens query tokens see whole, from first_token of SharedPlan.rows on. block_ids: [blocks_per_tile]."""
+class SharedRun:
+    """num_tiles consecutive KV tiles that num_tokens query tokens, from first_token of SharedPlan.rows on, see whole.
+
+    block_ids: [num_tiles * blocks_per_tile].
+    """
 
     first_token: int
     num_tokens: int
+    num_tiles: int
     block_ids: Tensor
 
 
@@ -37,22 +43,24 @@ class SharedPlan:
     """
 
     rows: Tensor
-    tiles: list[SharedTile]
+    runs: list[SharedRun]
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePass:
-    """One KV tile each of num_requests requests, from first_request of the DecodePlan on.
+    """num_tiles consecutive KV tiles of each of num_requests requests, from first_request of the DecodePlan on.
 
-    block_ids: [num_requests * blocks_per_tile]. Requests from first_partial on (counted from first_request) end inside their tile;
-    is_hidden: [num_requests - first_partial, tile_tokens], True beyond the request's end.
+    block_ids: [num_tiles * num_requests * blocks_per_tile], tile by tile. Several tiles are full ones; in a single one requests from
+    first_partial on (counted from first_request) end: is_hidden, [num_requests - first_partial, tile_tokens], is then True
+    beyond the request's end, else None.
     """
 
     first_request: int
     num_requests: int
+    num_tiles: int
     block_ids: Tensor
     first_partial: int
-    is_hidden: Tensor
+    is_hidden: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +134,7 @@ class AttentionPlanner:
         self._blocks_per_tile = tile_tokens // block_size
         self._group = group
         self._device = torch.device(device)
+        self._tiles_per_pass = TILES_PER_PASS if self._device.type == "cpu" else TILES_PER_PASS_ON_DEVICE
         self._rule = rule
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
@@ -149,7 +158,7 @@ class AttentionPlanner:
             if share.num_tokens > 1
         ]
         num_reads = len(sharing.groups)
-        num_reads += sum(one_pass.num_requests for one_pass in decode.passes) if decode else 0
+        num_reads += sum(part.num_requests * part.num_tiles for part in decode.passes) if decode else 0
         num_reads += sum(len(prefill.block_ids) // self._blocks_per_tile for prefill in prefills)
         return AttentionPlan(self._plan_shared(shares, tables, sharing), decode, prefills, num_reads)
 
@@ -160,11 +169,15 @@ class AttentionPlanner:
         for share, num_tiles, first in zip(shares, sharing.num_tiles, sharing.first_token, strict=True):
             if num_tiles:
                 rows[first : first + share.num_tokens] = np.arange(share.first_row, share.first_row + share.num_tokens)
-        tiles = [
-            SharedTile(group.first_token, group.num_tokens, self._on_device(tables[group.members[0], self._columns(group.tile)]))
-            for group in sharing.groups
-        ]
-        return SharedPlan(self._on_device(rows), tiles)
+        runs = []
+        for chain in _chains(sharing.groups):
+            group = chain[0]
+            per_run = max(min(self._tiles_per_pass, ROW_TILES_PER_PASS // group.num_tokens), 1)
+            for tile in range(group.tile, group.tile + len(chain), per_run):
+                num_tiles = min(per_run, group.tile + len(chain) - tile)
+                block_ids = tables[group.members[0], self._columns(tile, num_tiles)]
+                runs.append(SharedRun(group.first_token, group.num_tokens, num_tiles, self._on_device(block_ids)))
+        return SharedPlan(self._on_device(rows), runs)
 
     def _plan_decode(self, decoding: list[int], shares: list[_Share], tables: IntArray, sharing: Sharing) -> DecodePlan:
         """Requests with many own tiles first, so that those that have a k-th one come first; their last is masked."""
@@ -174,20 +187,31 @@ class AttentionPlanner:
         own_lengths = np.array([lengths[r] for r in order])
         first_tiles = np.array([sharing.num_tiles[r] for r in order])
         members = np.array(order)
-        per_pass = DECODES_PER_PASS if self._device.type == "cpu" else len(order)
         passes = []
-        for begin in range(0, len(order), per_pass):
-            for tile in range(-(-int(own_lengths[begin]) // tile_tokens)):
-                left = own_lengths[begin : begin + per_pass] - tile * tile_tokens  # tokens in this tile and later ones
+        for begin in range(0, len(order), self._tiles_per_pass):
+            left = own_lengths[begin : begin + self._tiles_per_pass]  # tokens that are still to be read
+            tile = 0
+            while left[0] > 0:
                 num_requests = int(np.count_nonzero(left > 0))
+                left = left[:num_requests]
+                num_tiles = max(min(int(left[-1]) // tile_tokens, self._tiles_per_pass // num_requests), 1)
                 first_partial = int(np.count_nonzero(left >= tile_tokens))
                 these = slice(begin, begin + num_requests)
-                columns = (first_tiles[these, None] + tile) * blocks_per_tile + np.arange(blocks_per_tile)
-                is_hidden = np.arange(tile_tokens) >= left[first_partial:num_requests, None]
-                block_ids = tables[members[these, None], columns].reshape(-1)
+                columns = (first_tiles[these] + np.arange(tile, tile + num_tiles)[:, None])[..., None] * blocks_per_tile
+                block_ids = tables[members[these, None], columns + np.arange(blocks_per_tile)].reshape(-1)
+                is_hidden = np.arange(tile_tokens) >= left[first_partial:, None]
                 passes.append(
-                    DecodePass(begin, num_requests, self._on_device(block_ids), first_partial, self._on_device(is_hidden))
+                    DecodePass(
+                        first_request=begin,
+                        num_requests=num_requests,
+                        num_tiles=num_tiles,
+                        block_ids=self._on_device(block_ids),
+                        first_partial=first_partial,
+                        is_hidden=self._on_device(is_hidden) if first_partial < num_requests else None,
+                    )
                 )
+                tile += num_tiles
+                left = left - num_tiles * tile_tokens
         continued = [place for place, r in enumerate(order) if sharing.num_tiles[r]]
         return DecodePlan(
             rows=self._on_device(np.array([shares[r].first_row for r in order])),
@@ -217,11 +241,25 @@ class AttentionPlanner:
         block_ids = block_table[first_tile * self._blocks_per_tile : end_tile * self._blocks_per_tile]
         return PrefillPlan(self._on_device(block_ids), share.seq_len - skipped, query_tiles)
 
-    def _columns(self, tile: int) -> slice:
-        return slice(tile * self._blocks_per_tile, (tile + 1) * self._blocks_per_tile)
+    def _columns(self, first_tile: int, num_tiles: int) -> slice:
+        return slice(first_tile * self._blocks_per_tile, (first_tile + num_tiles) * self._blocks_per_tile)
 
     def _on_device(self, values: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+
+def _chains(groups: list[TileGroup]) -> list[list[TileGroup]]:
+    """Groups of consecutive tiles with the same members, one after the other; chains by their first tile."""
+    chains: list[list[TileGroup]] = []
+    last_chain: dict[tuple[int, int], list[TileGroup]] = {}
+    for group in groups:
+        place = (group.first_token, group.num_tokens)
+        chain = last_chain.get(place)
+        if chain is None:
+            chain = last_chain[place] = []
+            chains.append(chain)
+        chain.append(group)
+    return chains
 
 
 def _with_columns(block_tables: IntArray, num_columns: int) -> IntArray:

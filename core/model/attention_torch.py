@@ -9,6 +9,7 @@ tile is read for it alone or for all requests that share its blocks (attention_p
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,55 +69,56 @@ class TorchAttention(AttentionBackend):
             self._attend_prefill(prefill, shared, scaled_query, key_cache, value_cache, output)
         return output
 
-    def _attend_shared(self, plan: SharedPlan, scaled_query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Tensor:
-        """State of the shared tokens' softmax after their shared tiles, [num_kv_heads, num_tokens * group, head_dim + 2]."""
+    def _attend_shared(self, plan: SharedPlan, scaled_query: Tensor, key_cache: Tensor, value_cache: Tensor) -> _OnlineSoftmax:
+        """The shared tokens' softmax after their shared tiles; batch: KV heads, rows: tokens * group."""
         heads, group, head_dim = self._num_kv_heads, self._group, scaled_query.shape[-1]
         num_tokens = plan.rows.shape[0]
         query = scaled_query.new_zeros(heads, num_tokens * group + ROW_MULTIPLE, head_dim)  # rows are filled up from what follows
         tokens = scaled_query[plan.rows].view(num_tokens, heads, group, head_dim)
         query[:, : num_tokens * group].view(heads, num_tokens, group, head_dim).copy_(tokens.transpose(0, 1))
-        state = _new_state(scaled_query, heads, num_tokens * group)
-        for tile in plan.tiles:
-            keys = self._read_tiles("keys", key_cache, tile.block_ids, 1)[0].transpose(1, 2)
-            values = self._read_tiles("values", value_cache, tile.block_ids, 1)[0]
-            end = tile.first_token + tile.num_tokens
-            for first in range(tile.first_token, end, QUERY_TILE_TOKENS):
+        softmax = _OnlineSoftmax.new(heads, num_tokens * group, scaled_query)
+        for run in plan.runs:
+            keys = self._read_tiles("keys", key_cache, run.block_ids, run.num_tiles)
+            values = self._read_tiles("values", value_cache, run.block_ids, run.num_tiles)
+            end = run.first_token + run.num_tokens
+            for first in range(run.first_token, end, QUERY_TILE_TOKENS):
                 rows = slice(first * group, min(first + QUERY_TILE_TOKENS, end) * group)
                 padded = query[:, rows.start : rows.start + _round_up(rows.stop - rows.start)]
-                scores = self._workspace.take("scores", scaled_query, heads, padded.shape[1], self._tile_tokens)
-                torch.bmm(padded, keys, out=scores)
-                _add_tile(state[:, rows], scores, values)
-        return state
+                scores = self._scores(padded, keys.transpose(1, 2), run.num_tiles)
+                softmax.rows(rows).add_tiles(scores, values, run.num_tiles)
+        return softmax
 
     def _attend_decode(
-        self, plan: DecodePlan, shared: Tensor | None, scaled_query: Tensor, key_cache: Tensor, value_cache: Tensor
+        self, plan: DecodePlan, shared: _OnlineSoftmax | None, scaled_query: Tensor, key_cache: Tensor, value_cache: Tensor
     ) -> Tensor:
         """[num_requests, num_heads, head_dim] float32 for the decoding requests, in the plan's order."""
         num_requests, heads, group, head_dim = plan.rows.shape[0], self._num_kv_heads, self._group, scaled_query.shape[-1]
         query = scaled_query.new_zeros(num_requests * heads, _round_up(group), head_dim)
         query[:, :group] = scaled_query[plan.rows].view(num_requests * heads, group, head_dim)
-        state = _new_state(scaled_query, num_requests * heads, group)
+        softmax = _OnlineSoftmax.new(num_requests * heads, group, scaled_query)
         if shared is not None:
-            tokens = shared.view(heads, -1, group, head_dim + 2)[:, plan.continued_tokens]
-            state.view(num_requests, heads, group, -1)[plan.continued] = tokens.transpose(0, 1)
-        for tile in plan.passes:
-            batch = slice(tile.first_request * heads, (tile.first_request + tile.num_requests) * heads)
-            keys = self._read_tiles("keys", key_cache, tile.block_ids, tile.num_requests)
-            values = self._read_tiles("values", value_cache, tile.block_ids, tile.num_requests)
-            scores = self._workspace.take("scores", query, tile.num_requests * heads, query.shape[1], self._tile_tokens)
-            torch.bmm(query[batch], keys.flatten(0, 1).transpose(1, 2), out=scores)
-            if tile.first_partial < tile.num_requests:
-                partial = scores.view(tile.num_requests, heads, -1, self._tile_tokens)[tile.first_partial :]
-                partial.masked_fill_(tile.is_hidden[:, None, None, :], -torch.inf)
+            for ours, theirs in zip(softmax, shared, strict=True):
+                tokens = theirs.view(heads, -1, group, theirs.shape[-1])[:, plan.continued_tokens]
+                ours.view(num_requests, heads, group, -1)[plan.continued] = tokens.transpose(0, 1)
+        for part in plan.passes:
+            num_tiles = part.num_tiles * part.num_requests
+            keys = self._read_tiles("keys", key_cache, part.block_ids, num_tiles)
+            values = self._read_tiles("values", value_cache, part.block_ids, num_tiles)
+            batch = slice(part.first_request * heads, (part.first_request + part.num_requests) * heads)
+            scores = self._scores(query[batch], keys.transpose(1, 2), part.num_tiles)
+            if part.is_hidden is not None:
+                partial = slice(part.first_partial * heads, None)
+                is_hidden = part.is_hidden.repeat_interleave(heads, 0)
+                scores[partial].masked_fill_(is_hidden[:, None, :], -torch.inf)
                 # What lies beyond the end is some other request's or nobody's: a NaN there would survive a weight of zero.
-                values[tile.first_partial :].masked_fill_(tile.is_hidden[:, None, :, None], 0.0)
-            _add_tile(state[batch], scores, values.flatten(0, 1))
-        return _result(state).reshape(num_requests, heads * group, head_dim)
+                values[partial].masked_fill_(is_hidden[:, :, None], 0.0)
+            softmax.batch(batch).add_tiles(scores, values, part.num_tiles)
+        return softmax.result().reshape(num_requests, heads * group, head_dim)
 
     def _attend_prefill(
         self,
         plan: PrefillPlan,
-        shared: Tensor | None,
+        shared: _OnlineSoftmax | None,
         scaled_query: Tensor,
         key_cache: Tensor,
         value_cache: Tensor,
@@ -124,10 +126,9 @@ class TorchAttention(AttentionBackend):
     ) -> None:
         """Fill the request's rows of `output`."""
         heads, group, head_dim = self._num_kv_heads, self._group, scaled_query.shape[-1]
-        keys = self._read_tiles("prefill_keys", key_cache, plan.block_ids, 1)[0].transpose(
-            1, 2
-        )  # [kv_heads, head_dim, positions]
-        values = self._read_tiles("prefill_values", value_cache, plan.block_ids, 1)[0]
+        # The whole of a request's own tiles at once, as one tile of any length: [num_kv_heads, positions, head_dim].
+        keys = self._read_tiles("prefill_keys", key_cache, plan.block_ids, 1).transpose(1, 2)
+        values = self._read_tiles("prefill_values", value_cache, plan.block_ids, 1)
         values[:, plan.num_tokens :] = 0.0  # as in decoding: beyond the end anything may lie
         for tile in plan.query_tiles:
             rows = slice(tile.first_row, tile.first_row + tile.num_rows)
@@ -136,74 +137,111 @@ class TorchAttention(AttentionBackend):
             tokens = scaled_query[rows].view(tile.num_rows, heads, group, head_dim)
             query[:, :num_rows].view(heads, tile.num_rows, group, head_dim).copy_(tokens.transpose(0, 1))
             if shared is None or tile.first_shared_token is None:
-                state = _new_state(scaled_query, heads, num_rows)
+                softmax = _OnlineSoftmax.new(heads, num_rows, scaled_query)
             else:
-                state = shared[:, tile.first_shared_token * group :][:, :num_rows]
+                first = tile.first_shared_token * group
+                softmax = shared.rows(slice(first, first + num_rows))
             for kv_tile in range(tile.num_tiles):
                 positions = slice(kv_tile * self._tile_tokens, (kv_tile + 1) * self._tile_tokens)
-                scores = self._workspace.take("scores", query, heads, query.shape[1], self._tile_tokens)
-                torch.bmm(query, keys[:, :, positions], out=scores)
+                scores = self._scores(query, keys[:, :, positions], 1)
                 if (is_hidden := tile.is_hidden_by_tile.get(kv_tile)) is not None:
                     scores[:, :num_rows].masked_fill_(is_hidden, -torch.inf)
-                _add_tile(state, scores, values[:, positions])
-            result = _result(state).view(heads, tile.num_rows, group, head_dim)
+                softmax.add_tiles(scores, values[:, positions], 1)
+            result = softmax.result().view(heads, tile.num_rows, group, head_dim)
             output[rows] = result.transpose(0, 1).reshape(tile.num_rows, heads * group, head_dim).to(output.dtype)
 
-    def _read_tiles(self, name: str, cache: Tensor, block_ids: Tensor, num_requests: int) -> Tensor:
-        """The named blocks as [num_requests, num_kv_heads, positions, head_dim] float32, valid until the next of this name."""
-        num_blocks, head_dim = block_ids.shape[0], cache.shape[-1]
-        blocks = self._workspace.take("blocks", cache, num_blocks, *cache.shape[1:])
+    def _scores(self, query: Tensor, keys: Tensor, num_tiles: int) -> Tensor:
+        """[num_tiles * batch, rows, positions] of query [batch, rows, head_dim] and keys [num_tiles * batch, head_dim, positions], tile by
+        tile; valid until the next."""
+        if num_tiles > 1:
+            query = query.repeat(num_tiles, 1, 1)
+        scores = self._workspace.take("scores", query, (keys.shape[0], query.shape[1], keys.shape[2]))
+        return torch.bmm(query, keys, out=scores)
+
+    def _read_tiles(self, name: str, cache: Tensor, block_ids: Tensor, num_tiles: int) -> Tensor:
+        """The named blocks as [num_tiles * num_kv_heads, positions, head_dim] float32, valid until the next of this name."""
+        num_blocks, (block_size, heads, head_dim) = block_ids.shape[0], cache.shape[1:]
+        blocks = self._workspace.take("blocks", cache, (num_blocks, block_size, heads, head_dim))
         torch.index_select(cache, 0, block_ids, out=blocks)
-        positions = num_blocks // num_requests * self._block_size
-        shape = (num_requests, self._num_kv_heads, positions, head_dim)
-        tiles = self._workspace.take(name, cache, *shape, dtype=torch.float32)
-        return tiles.copy_(blocks.view(num_requests, positions, self._num_kv_heads, head_dim).transpose(1, 2))
+        positions = num_blocks // num_tiles * block_size
+        tiles = self._workspace.take(name, cache, (num_tiles * heads, positions, head_dim), torch.float32)
+        tiles.view(num_tiles, heads, positions, head_dim).copy_(
+            blocks.view(num_tiles, positions, heads, head_dim).transpose(1, 2)
+        )
+        return tiles
 
 
 class _Workspace:
     """Memory that passes use again: a fresh allocation of a megabyte costs more, in first touches, than what is done in it."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._last: dict[str, Tensor] = {}
 
-    def take(self, name: str, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialized contiguous tensor on like's device; whoever had the same name before loses it."""
-        dtype = dtype or like.dtype
+    def take(self, name: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialized contiguous tensor of dtype (like's) on like's device; whoever had the same name before loses it."""
+        last = self._last.get(name)
+        if last is not None and last.shape == shape:
+            return last
         size = math.prod(shape)
-        buffer = self._buffers.get((name, dtype))
+        buffer = self._buffers.get(name)
         if buffer is None or buffer.shape[0] < size:
-            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=like.device)
-        return buffer[:size].view(shape)
+            buffer = self._buffers[name] = torch.empty(size, dtype=dtype or like.dtype, device=like.device)
+        self._last[name] = buffer[:size].view(shape)
+        return self._last[name]
 
 
-def _new_state(like: Tensor, batch: int, num_rows: int) -> Tensor:
-    """An online softmax that has seen no tile, [batch, num_rows, head_dim + 2]: weighted values, their total weight, maximum score."""
-    state = like.new_zeros(batch, num_rows, like.shape[-1] + 2)
-    state[..., -1] = -torch.inf
-    return state
+class _OnlineSoftmax(NamedTuple):
+    """softmax(scores) @ values over tiles that arrive in position order, of the rows of a batch; all float32.
 
-
-def _add_tile(state: Tensor, scores: Tensor, values: Tensor) -> None:
-    """Merge a tile into the state's rows. scores: [batch, at least as many rows, positions], overwritten; values: [batch, positions,
-    head_dim].
-
-    A tile that is wholly hidden from a row leaves it bit for bit as it was. Every row sees position 0, so that its maximum is
-    finite from the first tile on. Rows of scores beyond the state's only fill up the product to a multiple of ROW_MULTIPLE.
+    maximum, total: [batch, rows, 1], the highest score so far and the sum of weights relative to it; weighted: [batch, rows, head_dim].
     """
-    num_rows = state.shape[1]
-    weighted, total, maximum = state[..., :-2], state[..., -2:-1], state[..., -1:]
-    weights = scores[:, :num_rows]
-    new_maximum = torch.maximum(maximum, weights.amax(-1, keepdim=True))
-    decay = (maximum - new_maximum).exp_()
-    weights.sub_(new_maximum).exp_()
-    total.mul_(decay).add_(weights.sum(-1, keepdim=True))
-    weighted.mul_(decay).add_(torch.bmm(scores, values)[:, :num_rows])
-    maximum.copy_(new_maximum)
 
+    maximum: Tensor
+    total: Tensor
+    weighted: Tensor
 
-def _result(state: Tensor) -> Tensor:
-    """[batch, num_rows, head_dim] float32."""
-    return state[..., :-2] / state[..., -2:-1]
+    @classmethod
+    def new(cls, batch: int, num_rows: int, like: Tensor) -> _OnlineSoftmax:
+        """Before the first tile. like: of the result's head_dim, dtype and device."""
+        maximum = like.new_full((batch, num_rows, 1), -torch.inf)
+        return cls(maximum, like.new_zeros(batch, num_rows, 1), like.new_zeros(batch, num_rows, like.shape[-1]))
+
+    def batch(self, part: slice) -> _OnlineSoftmax:
+        """A view of some of the batch."""
+        return _OnlineSoftmax(self.maximum[part], self.total[part], self.weighted[part])
+
+    def rows(self, part: slice) -> _OnlineSoftmax:
+        """A view of some rows."""
+        return _OnlineSoftmax(self.maximum[:, part], self.total[:, part], self.weighted[:, part])
+
+    def add_tiles(self, scores: Tensor, values: Tensor, num_tiles: int) -> None:
+        """Merge num_tiles tiles. scores: [num_tiles * batch, rows or more, positions], overwritten; rows beyond ours only fill up the product
+        to a multiple of ROW_MULTIPLE. values: [num_tiles * batch, positions, head_dim].
+
+        A tile that is wholly hidden from a row leaves it bit for bit as it was. Every row sees position 0, so that its maximum is
+        finite from the first tile on. Maxima are exact and additions keep their order: tiles that come together leave the
+        bits that one after the other would.
+        """
+        batch, num_rows, _ = self.maximum.shape
+        weights = scores[:, :num_rows]
+        before, after = self.maximum, weights.amax(-1, keepdim=True)
+        if num_tiles == 1:
+            after = torch.maximum(before, after)
+        else:
+            maxima = torch.cat((before, after)).view(num_tiles + 1, batch, num_rows, 1).cummax(0).values
+            before, after = maxima[:-1].flatten(0, 1), maxima[1:].flatten(0, 1)
+        decays = (before - after).exp_()
+        weights.sub_(after).exp_()
+        parts = (decays, weights.sum(-1, keepdim=True), torch.bmm(scores, values)[:, :num_rows])
+        for decay, total, weighted in zip(*(part.split(batch) for part in parts), strict=True):
+            self.total.mul_(decay).add_(total)
+            self.weighted.mul_(decay).add_(weighted)
+        self.maximum.copy_(after[-batch:])
+
+    def result(self) -> Tensor:
+        """[batch, rows, head_dim] float32."""
+        return self.weighted / self.total
 
 
 def _round_up(num_rows: int) -> int:
