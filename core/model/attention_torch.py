@@ -234,7 +234,7 @@ class _OnlineSoftmax(NamedTuple):
         decays = (before - after).exp_()
         weights.sub_(after).exp_()
         parts = (decays, weights.sum(-1, keepdim=True), torch.bmm(scores, values)[:, :num_rows])
-        for decay, total, weighted in zip(*(part.split(batch) for part in parts), strict=True):
+        for decay, total, weighted in zip(*(torch.split(part, batch) for part in parts), strict=True):
             self.total.mul_(decay).add_(total)
             self.weighted.mul_(decay).add_(weighted)
         self.maximum.copy_(after[-batch:])

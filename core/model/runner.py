@@ -23,6 +23,7 @@ from core.model.device_pool import DevicePool, memory_of
 from core.model.llama import LlamaModel, padded_num_rows
 from core.model.rotary import RotaryEmbedding
 from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, token_logprobs
+from core.model.shared_tiles import CascadeRule
 from core.model.weights import load_llama_weights
 from core.sampling_params import SamplingParams
 from core.step import NewRequest, StepPlan, StepResult, TokenLogprob
@@ -104,9 +105,15 @@ class TorchModelRunner:
 
     @classmethod
     def load(
-        cls, model_dir: Path, description: ModelDescription, pool: KVPoolMemory | DevicePool, num_threads: int = 0
+        cls,
+        model_dir: Path,
+        description: ModelDescription,
+        pool: KVPoolMemory | DevicePool,
+        num_threads: int = 0,
+        cascade: CascadeRule | None = None,
     ) -> TorchModelRunner:
         """Load the weights of `model_dir` for a pool of description.kv_layout, to its device. num_threads 0: what torch chooses.
+        cascade: when requests that share blocks read them together; None: where that was measured to pay.
 
         The number of threads is the process's (torch has one setting). Raises ModelLoadError, or ConfigError if the pool
         has another layout.
@@ -118,7 +125,7 @@ class TorchModelRunner:
         architecture, device = description.architecture, memory_of(pool).device
         weights = load_llama_weights(model_dir, architecture, TORCH_DTYPES[pool.layout.dtype], device)
         rotary = RotaryEmbedding(architecture, description.max_model_len, device)
-        attention = TorchAttention(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads, device)
+        attention = TorchAttention(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads, device, cascade)
         model = LlamaModel(architecture, weights, rotary, attention)
         return cls(model, attention, Sampler(description.eos_token_ids), pool)
 
