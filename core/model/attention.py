@@ -20,8 +20,8 @@ class AttentionBatch:
     sequence of seq_lens[r] tokens (so its row j is at position seq_lens[r] - (query_start[r + 1] - query_start[r]) + j).
     slot_mapping: [num_tokens], block_id * block_size + offset of each row's own K and V. block_tables: [num_requests,
     max_blocks], block_ids in sequence order; entries beyond a request's own are any valid block_id. query_start:
-    [num_requests + 1]. seq_lens: [num_requests], this step's tokens included. num_common_blocks: leading entries that are surely the same in
-    all block_tables; some or all requests may have more in common.
+    [num_requests + 1]. seq_lens: [num_requests], this step's tokens included. num_common_blocks: leading entries that are surely
+    the same in all block_tables; some or all requests may have more in common.
     """
 
     slot_mapping: Tensor

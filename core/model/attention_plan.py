@@ -50,9 +50,9 @@ class SharedPlan:
 class DecodePass:
     """num_tiles consecutive KV tiles of each of num_requests requests, from first_request of the DecodePlan on.
 
-    block_ids: [num_tiles * num_requests * blocks_per_tile], tile by tile. Several tiles are full ones; in a single one requests from
-    first_partial on (counted from first_request) end: is_hidden, [num_requests - first_partial, tile_tokens], is then True
-    beyond the request's end, else None.
+    block_ids: [num_tiles * num_requests * blocks_per_tile], tile by tile. Several tiles are full ones. In a single one requests
+    may end, those from first_partial on (counted from first_request): is_hidden, [num_requests - first_partial,
+    tile_tokens], is then True beyond the request's end; else None.
     """
 
     first_request: int
@@ -81,8 +81,8 @@ class DecodePlan:
 class QueryTile:
     """Some consecutive query tokens of one request, as rows first_row to first_row + num_rows of the flat batch.
 
-    num_tiles: KV tiles from the request's first own one to the last that its last token reaches. is_hidden_by_tile: for those on the
-    causal diagonal, [num_rows * group, tile_tokens], True where the key lies after the query. first_shared_token:
+    num_tiles: KV tiles from the request's first own one to the last that its last token reaches. is_hidden_by_tile: for those on
+    the causal diagonal, [num_rows * group, tile_tokens], True where the key lies after the query. first_shared_token:
     the rows' place in SharedPlan.rows, or None.
     """
 

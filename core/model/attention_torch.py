@@ -2,8 +2,8 @@
 
 Scores and sums are float32. A sequence is read in tiles of KV at fixed absolute positions, always of full size and masked,
 and merged in position order by online softmax (https://arxiv.org/abs/1805.02867). Query rows come in multiples of
-ROW_MULTIPLE. So every token meets the same shapes and order of additions, alone or in company, decoded or prefilled, and whether a
-tile is read for it alone or for all requests that share its blocks (attention_plan.py decides that).
+ROW_MULTIPLE. So every token meets the same shapes and order of additions, alone or in company, decoded or prefilled, and whether
+a tile is read for it alone or for all requests that share its blocks (attention_plan.py decides that).
 """
 
 from __future__ import annotations
@@ -151,8 +151,10 @@ class TorchAttention(AttentionBackend):
             output[rows] = result.transpose(0, 1).reshape(tile.num_rows, heads * group, head_dim).to(output.dtype)
 
     def _scores(self, query: Tensor, keys: Tensor, num_tiles: int) -> Tensor:
-        """[num_tiles * batch, rows, positions] of query [batch, rows, head_dim] and keys [num_tiles * batch, head_dim, positions], tile by
-        tile; valid until the next."""
+        """[num_tiles * batch, rows, positions], tile by tile, valid until the next.
+
+        query: [batch, rows, head_dim], the same for each tile; keys: [num_tiles * batch, head_dim, positions].
+        """
         if num_tiles > 1:
             query = query.repeat(num_tiles, 1, 1)
         scores = self._workspace.take("scores", query, (keys.shape[0], query.shape[1], keys.shape[2]))
@@ -194,7 +196,8 @@ class _Workspace:
 class _OnlineSoftmax(NamedTuple):
     """softmax(scores) @ values over tiles that arrive in position order, of the rows of a batch; all float32.
 
-    maximum, total: [batch, rows, 1], the highest score so far and the sum of weights relative to it; weighted: [batch, rows, head_dim].
+    maximum, total: [batch, rows, 1], the highest score so far and the sum of weights relative to it; weighted: [batch, rows,
+    head_dim].
     """
 
     maximum: Tensor
@@ -216,8 +219,8 @@ class _OnlineSoftmax(NamedTuple):
         return _OnlineSoftmax(self.maximum[:, part], self.total[:, part], self.weighted[:, part])
 
     def add_tiles(self, scores: Tensor, values: Tensor, num_tiles: int) -> None:
-        """Merge num_tiles tiles. scores: [num_tiles * batch, rows or more, positions], overwritten; rows beyond ours only fill up the product
-        to a multiple of ROW_MULTIPLE. values: [num_tiles * batch, positions, head_dim].
+        """Merge num_tiles tiles. scores: [num_tiles * batch, rows or more, positions], overwritten; rows beyond ours only fill up
+        the product to a multiple of ROW_MULTIPLE. values: [num_tiles * batch, positions, head_dim].
 
         A tile that is wholly hidden from a row leaves it bit for bit as it was. Every row sees position 0, so that its maximum is
         finite from the first tile on. Maxima are exact and additions keep their order: tiles that come together leave the

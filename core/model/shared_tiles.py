@@ -30,7 +30,7 @@ class CascadeRule:
 
 @dataclass(frozen=True, slots=True)
 class TileGroup:
-    """Requests whose tables name the same blocks in `tile` and all tiles before. Their rows are num_tokens, from first_token on."""
+    """Requests whose tables name the same blocks in `tile` and all before; their rows are num_tokens, from first_token on."""
 
     tile: int
     first_token: int
@@ -62,8 +62,8 @@ def find_sharing(
 ) -> Sharing:
     """Group requests by the blocks of their leading tiles.
 
-    tables: [num_requests, at least the blocks of all full tiles], block_ids. num_full_tiles: leading tiles that all of a request's
-    rows see whole; only these can be shared. num_tokens: rows by request. num_common_blocks: leading blocks
+    tables: [num_requests, at least the blocks of all full tiles], block_ids. num_full_tiles: leading tiles that all of a
+    request's rows see whole; only these can be shared. num_tokens: rows by request. num_common_blocks: leading blocks
     known to be the same in all tables, which need no comparison. Takes under a microsecond per request and shared tile.
     """
     num_requests = len(num_full_tiles)
