@@ -126,20 +126,22 @@ class KVCacheManager:
         """Blocks that would become free: those that nobody else, request or transfer, refers to."""
         return sum(1 for block_id in request.block_ids if self.pool.ref_count(block_id) == 1)
 
-    @staticmethod
-    def num_common_prefix_blocks(requests: Sequence[Request]) -> int:
+    def num_common_prefix_blocks(self, requests: Sequence[Request]) -> int:
         """Leading blocks that all the requests share; 0 for a single request, which shares with nobody."""
         if len(requests) < 2:
             return 0
         first = requests[0].block_ids
-        num_common = len(first)
+        # Pins count as references too, so this is only a bound; it spares comparing tables where one request differs.
+        num_common = 0
+        while num_common < len(first) and self.pool.ref_count(first[num_common]) >= len(requests):
+            num_common += 1
+        common = first[:num_common]
         for request in requests:
-            block_ids = request.block_ids
-            if block_ids[:num_common] != first[:num_common]:
-                num_common = _num_equal_leading(first, block_ids)
-                if num_common == 0:
-                    break
-        return num_common
+            if not common:
+                break
+            if request.block_ids[: len(common)] != common:
+                common = common[: _num_equal_leading(common, request.block_ids)]
+        return len(common)
 
 
 def _num_equal_leading(a: Sequence[int], b: Sequence[int]) -> int:

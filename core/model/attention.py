@@ -13,20 +13,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Where one step's tokens lie, for all layers alike. All tensors are int64; query_start and seq_lens are on the CPU, the
-    others on the pool's device.
+    """Where one step's tokens lie, for all layers alike. All tensors are int64; slot_mapping is on the pool's device, the others
+    are on the CPU, where a backend plans from them.
 
     The batch is flat: request r owns rows query_start[r] to query_start[r + 1], and these are the *last* tokens of its
     sequence of seq_lens[r] tokens (so its row j is at position seq_lens[r] - (query_start[r + 1] - query_start[r]) + j).
     slot_mapping: [num_tokens], block_id * block_size + offset of each row's own K and V. block_tables: [num_requests,
     max_blocks], block_ids in sequence order; entries beyond a request's own are any valid block_id. query_start:
-    [num_requests + 1]. seq_lens: [num_requests], this step's tokens included.
+    [num_requests + 1]. seq_lens: [num_requests], this step's tokens included. num_common_blocks: leading entries that are surely
+    the same in all block_tables; some or all requests may have more in common.
     """
 
     slot_mapping: Tensor
     block_tables: Tensor
     query_start: Tensor
     seq_lens: Tensor
+    num_common_blocks: int = 0
 
 
 class AttentionBackend(ABC):

@@ -2,97 +2,57 @@
 
 Scores and sums are float32. A sequence is read in tiles of KV at fixed absolute positions, always of full size and masked,
 and merged in position order by online softmax (https://arxiv.org/abs/1805.02867). Query rows come in multiples of
-ROW_MULTIPLE. So every token meets the same shapes and order of additions, alone or in company, decoded or prefilled.
+ROW_MULTIPLE. So every token meets the same shapes and order of additions, alone or in company, decoded or prefilled, and whether
+a tile is read for it alone or for all requests that share its blocks (attention_plan.py decides that).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from core.model.attention import AttentionBackend, AttentionBatch
+from core.model.attention_plan import QUERY_TILE_TOKENS, AttentionPlan, AttentionPlanner, DecodePlan, PrefillPlan, SharedPlan
+from core.model.shared_tiles import CascadeRule
 
 TILE_TOKENS = 256  # positions per KV tile, rounded down to whole blocks (up to one block, where that is larger)
-QUERY_TILE_TOKENS = 128  # query tokens of one request that share a pass over the KV tiles
 ROW_MULTIPLE = 8  # batched float32 GEMMs give a row the same bits among any multiple of 8 rows (measured; tests repeat it)
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeTile:
-    """One KV tile of all decoding requests that reach it: the first `num_requests` in the plan's order.
-
-    block_ids: [num_requests * blocks_per_tile]. Requests from first_partial on end inside the tile;
-    is_hidden: [num_requests - first_partial, tile_tokens], True beyond the request's end.
-    """
-
-    num_requests: int
-    block_ids: Tensor
-    first_partial: int
-    is_hidden: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodePlan:
-    """Requests that compute one token, longest sequence first. rows: [num_requests], their rows in the flat batch."""
-
-    rows: Tensor
-    tiles: list[_DecodeTile]
-
-
-@dataclass(frozen=True, slots=True)
-class _QueryTile:
-    """Some consecutive query tokens of one request, as rows first_row to first_row + num_rows of the flat batch.
-
-    num_tiles: KV tiles that its last token reaches. is_hidden_by_tile: for the tiles on the causal diagonal,
-    [padded rows * group, tile_tokens], True where the key lies after the query.
-    """
-
-    first_row: int
-    num_rows: int
-    num_tiles: int
-    is_hidden_by_tile: dict[int, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _PrefillPlan:
-    """One request that computes several tokens. block_ids: [num_tiles * blocks_per_tile]; seq_len in tokens."""
-
-    block_ids: Tensor
-    seq_len: int
-    query_tiles: list[_QueryTile]
 
 
 class TorchAttention(AttentionBackend):
     """Plain-torch backend. Differences from the interface: none."""
 
-    def __init__(self, block_size: int, num_heads: int, num_kv_heads: int, device: torch.device | str = "cpu") -> None:
-        self._device = device
+    def __init__(
+        self,
+        block_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        device: torch.device | str = "cpu",
+        rule: CascadeRule | None = None,
+    ) -> None:
+        """rule: when requests that share blocks read them together; None: where it was measured to pay."""
         self._group = num_heads // num_kv_heads
         self._num_kv_heads = num_kv_heads
-        self._blocks_per_tile = max(TILE_TOKENS // block_size, 1)
         self._block_size = block_size
-        self._tile_tokens = self._blocks_per_tile * block_size
+        self._tile_tokens = max(TILE_TOKENS // block_size, 1) * block_size
+        self._planner = AttentionPlanner(block_size, self._tile_tokens, self._group, device, rule or CascadeRule())
         self._slot_blocks = torch.empty(0, dtype=torch.int64)
         self._slot_offsets = torch.empty(0, dtype=torch.int64)
-        self._decode: _DecodePlan | None = None
-        self._prefills: list[_PrefillPlan] = []
+        self._plan = AttentionPlan(None, None, [], 0)
+        self._workspace = _Workspace()
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """Of the step that began last."""
+        return self._plan
 
     def begin_step(self, batch: AttentionBatch) -> None:
         self._slot_blocks = batch.slot_mapping // self._block_size
         self._slot_offsets = batch.slot_mapping % self._block_size
-        starts: list[int] = batch.query_start.tolist()
-        seq_lens: list[int] = batch.seq_lens.tolist()
-        max_tiles = -(-max(seq_lens, default=0) // self._tile_tokens)
-        block_tables = _with_columns(batch.block_tables, max_tiles * self._blocks_per_tile)
-        decoding = [r for r in range(len(seq_lens)) if starts[r + 1] - starts[r] == 1]
-        self._decode = self._plan_decode(decoding, starts, seq_lens, block_tables) if decoding else None
-        self._prefills = [
-            self._plan_prefill(starts[r], starts[r + 1] - starts[r], seq_lens[r], block_tables[r])
-            for r in range(len(seq_lens))
-            if starts[r + 1] - starts[r] > 1
-        ]
+        self._plan = self._planner.plan(batch)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         num_tokens = self._slot_blocks.shape[0]
@@ -100,145 +60,192 @@ class TorchAttention(AttentionBackend):
         value_cache[self._slot_blocks, self._slot_offsets] = value[:num_tokens]
         scaled_query = query.float() * scale
         output = torch.zeros_like(query)
-        if self._decode is not None:
-            output[self._decode.rows] = self._attend_decode(self._decode, scaled_query, key_cache, value_cache).to(query.dtype)
-        for plan in self._prefills:
-            self._attend_prefill(plan, scaled_query, key_cache, value_cache, output)
+        plan = self._plan
+        shared = None if plan.shared is None else self._attend_shared(plan.shared, scaled_query, key_cache, value_cache)
+        if plan.decode is not None:
+            attended = self._attend_decode(plan.decode, shared, scaled_query, key_cache, value_cache)
+            output[plan.decode.rows] = attended.to(output.dtype)
+        for prefill in plan.prefills:
+            self._attend_prefill(prefill, shared, scaled_query, key_cache, value_cache, output)
         return output
 
-    def _plan_decode(self, decoding: list[int], starts: list[int], seq_lens: list[int], block_tables: Tensor) -> _DecodePlan:
-        order = sorted(decoding, key=lambda r: -seq_lens[r])
-        lengths = [seq_lens[r] for r in order]
-        tables = block_tables[order]
-        lengths_tensor = torch.tensor(lengths, device=self._device)
-        tiles = []
-        for tile in range(-(-lengths[0] // self._tile_tokens)):
-            first, end = tile * self._tile_tokens, (tile + 1) * self._tile_tokens
-            num_requests = sum(length > first for length in lengths)
-            first_partial = sum(length >= end for length in lengths)
-            columns = slice(tile * self._blocks_per_tile, (tile + 1) * self._blocks_per_tile)
-            positions = torch.arange(first, end, device=self._device)
-            tiles.append(
-                _DecodeTile(
-                    num_requests=num_requests,
-                    block_ids=tables[:num_requests, columns].reshape(-1),
-                    first_partial=first_partial,
-                    is_hidden=positions[None, :] >= lengths_tensor[first_partial:num_requests, None],
-                )
-            )
-        return _DecodePlan(rows=torch.tensor([starts[r] for r in order], device=self._device), tiles=tiles)
+    def _attend_shared(self, plan: SharedPlan, scaled_query: Tensor, key_cache: Tensor, value_cache: Tensor) -> _OnlineSoftmax:
+        """The shared tokens' softmax after their shared tiles; batch: KV heads, rows: tokens * group."""
+        heads, group, head_dim = self._num_kv_heads, self._group, scaled_query.shape[-1]
+        num_tokens = plan.rows.shape[0]
+        query = scaled_query.new_zeros(heads, num_tokens * group + ROW_MULTIPLE, head_dim)  # rows are filled up from what follows
+        tokens = scaled_query[plan.rows].view(num_tokens, heads, group, head_dim)
+        query[:, : num_tokens * group].view(heads, num_tokens, group, head_dim).copy_(tokens.transpose(0, 1))
+        softmax = _OnlineSoftmax.new(heads, num_tokens * group, scaled_query)
+        for run in plan.runs:
+            keys = self._read_tiles("keys", key_cache, run.block_ids, run.num_tiles)
+            values = self._read_tiles("values", value_cache, run.block_ids, run.num_tiles)
+            end = run.first_token + run.num_tokens
+            for first in range(run.first_token, end, QUERY_TILE_TOKENS):
+                rows = slice(first * group, min(first + QUERY_TILE_TOKENS, end) * group)
+                padded = query[:, rows.start : rows.start + _round_up(rows.stop - rows.start)]
+                scores = self._scores(padded, keys.transpose(1, 2), run.num_tiles)
+                softmax.rows(rows).add_tiles(scores, values, run.num_tiles)
+        return softmax
 
-    def _plan_prefill(self, start: int, num_tokens: int, seq_len: int, block_table: Tensor) -> _PrefillPlan:
-        first_position = seq_len - num_tokens
-        query_tiles = []
-        for offset in range(0, num_tokens, QUERY_TILE_TOKENS):
-            num_rows = min(QUERY_TILE_TOKENS, num_tokens - offset)
-            first = first_position + offset
-            num_tiles = (first + num_rows - 1) // self._tile_tokens + 1
-            positions = torch.arange(first, first + _round_up(num_rows), device=self._device).clamp(max=first + num_rows - 1)
-            row_positions = positions.repeat_interleave(self._group)[:, None]
-            tile_offsets = torch.arange(self._tile_tokens, device=self._device)[None, :]
-            is_hidden_by_tile = {
-                tile: tile_offsets + tile * self._tile_tokens > row_positions
-                for tile in range((first + 1) // self._tile_tokens, num_tiles)
-            }
-            query_tiles.append(_QueryTile(start + offset, num_rows, num_tiles, is_hidden_by_tile))
-        num_blocks = query_tiles[-1].num_tiles * self._blocks_per_tile
-        return _PrefillPlan(block_ids=block_table[:num_blocks], seq_len=seq_len, query_tiles=query_tiles)
-
-    def _attend_decode(self, plan: _DecodePlan, scaled_query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Tensor:
+    def _attend_decode(
+        self, plan: DecodePlan, shared: _OnlineSoftmax | None, scaled_query: Tensor, key_cache: Tensor, value_cache: Tensor
+    ) -> Tensor:
         """[num_requests, num_heads, head_dim] float32 for the decoding requests, in the plan's order."""
-        num_requests, head_dim = plan.rows.shape[0], scaled_query.shape[-1]
-        heads = self._num_kv_heads
-        query = scaled_query.new_zeros(num_requests, heads, _round_up(self._group), head_dim)
-        query[:, :, : self._group] = scaled_query[plan.rows].view(num_requests, heads, self._group, head_dim)
-        query = query.view(num_requests * heads, -1, head_dim)
-        softmax = _OnlineSoftmax(query)
-        for tile in plan.tiles:
-            keys = self._read_tiles(key_cache, tile.block_ids, tile.num_requests)
-            values = self._read_tiles(value_cache, tile.block_ids, tile.num_requests)
-            scores = torch.bmm(query[: tile.num_requests * heads], keys.flatten(0, 1).transpose(1, 2))
-            if tile.first_partial < tile.num_requests:
-                partial = scores.view(tile.num_requests, heads, -1, self._tile_tokens)[tile.first_partial :]
-                partial.masked_fill_(tile.is_hidden[:, None, None, :], -torch.inf)
+        num_requests, heads, group, head_dim = plan.rows.shape[0], self._num_kv_heads, self._group, scaled_query.shape[-1]
+        query = scaled_query.new_zeros(num_requests * heads, _round_up(group), head_dim)
+        query[:, :group] = scaled_query[plan.rows].view(num_requests * heads, group, head_dim)
+        softmax = _OnlineSoftmax.new(num_requests * heads, group, scaled_query)
+        if shared is not None:
+            for ours, theirs in zip(softmax, shared, strict=True):
+                tokens = theirs.view(heads, -1, group, theirs.shape[-1])[:, plan.continued_tokens]
+                ours.view(num_requests, heads, group, -1)[plan.continued] = tokens.transpose(0, 1)
+        for part in plan.passes:
+            num_tiles = part.num_tiles * part.num_requests
+            keys = self._read_tiles("keys", key_cache, part.block_ids, num_tiles)
+            values = self._read_tiles("values", value_cache, part.block_ids, num_tiles)
+            batch = slice(part.first_request * heads, (part.first_request + part.num_requests) * heads)
+            scores = self._scores(query[batch], keys.transpose(1, 2), part.num_tiles)
+            if part.is_hidden is not None:
+                partial = slice(part.first_partial * heads, None)
+                is_hidden = part.is_hidden.repeat_interleave(heads, 0)
+                scores[partial].masked_fill_(is_hidden[:, None, :], -torch.inf)
                 # What lies beyond the end is some other request's or nobody's: a NaN there would survive a weight of zero.
-                values[tile.first_partial :].masked_fill_(tile.is_hidden[:, None, :, None], 0.0)
-            softmax.add_tile(scores, values.flatten(0, 1))
-        result = softmax.result().view(num_requests, heads, -1, head_dim)[:, :, : self._group]
-        return result.reshape(num_requests, heads * self._group, head_dim)
+                values[partial].masked_fill_(is_hidden[:, :, None], 0.0)
+            softmax.batch(batch).add_tiles(scores, values, part.num_tiles)
+        return softmax.result().reshape(num_requests, heads * group, head_dim)
 
     def _attend_prefill(
-        self, plan: _PrefillPlan, scaled_query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor
+        self,
+        plan: PrefillPlan,
+        shared: _OnlineSoftmax | None,
+        scaled_query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        output: Tensor,
     ) -> None:
         """Fill the request's rows of `output`."""
         heads, group, head_dim = self._num_kv_heads, self._group, scaled_query.shape[-1]
-        keys = self._read_tiles(key_cache, plan.block_ids, 1)[0].transpose(1, 2)  # [kv_heads, head_dim, positions]
-        values = self._read_tiles(value_cache, plan.block_ids, 1)[0]
-        values[:, plan.seq_len :] = 0.0  # as in decoding: beyond the end anything may lie
+        # The whole of a request's own tiles at once, as one tile of any length: [num_kv_heads, positions, head_dim].
+        keys = self._read_tiles("prefill_keys", key_cache, plan.block_ids, 1).transpose(1, 2)
+        values = self._read_tiles("prefill_values", value_cache, plan.block_ids, 1)
+        values[:, plan.num_tokens :] = 0.0  # as in decoding: beyond the end anything may lie
         for tile in plan.query_tiles:
             rows = slice(tile.first_row, tile.first_row + tile.num_rows)
-            query = scaled_query.new_zeros(heads, _round_up(tile.num_rows), group, head_dim)
-            query[:, : tile.num_rows] = scaled_query[rows].view(tile.num_rows, heads, group, head_dim).transpose(0, 1)
-            query = query.view(heads, -1, head_dim)
-            softmax = _OnlineSoftmax(query)
+            num_rows = tile.num_rows * group
+            query = scaled_query.new_zeros(heads, _round_up(num_rows), head_dim)
+            tokens = scaled_query[rows].view(tile.num_rows, heads, group, head_dim)
+            query[:, :num_rows].view(heads, tile.num_rows, group, head_dim).copy_(tokens.transpose(0, 1))
+            if shared is None or tile.first_shared_token is None:
+                softmax = _OnlineSoftmax.new(heads, num_rows, scaled_query)
+            else:
+                first = tile.first_shared_token * group
+                softmax = shared.rows(slice(first, first + num_rows))
             for kv_tile in range(tile.num_tiles):
                 positions = slice(kv_tile * self._tile_tokens, (kv_tile + 1) * self._tile_tokens)
-                scores = torch.bmm(query, keys[:, :, positions])
+                scores = self._scores(query, keys[:, :, positions], 1)
                 if (is_hidden := tile.is_hidden_by_tile.get(kv_tile)) is not None:
-                    scores.masked_fill_(is_hidden, -torch.inf)
-                softmax.add_tile(scores, values[:, positions])
-            result = softmax.result().view(heads, -1, group, head_dim)[:, : tile.num_rows]
+                    scores[:, :num_rows].masked_fill_(is_hidden, -torch.inf)
+                softmax.add_tiles(scores, values[:, positions], 1)
+            result = softmax.result().view(heads, tile.num_rows, group, head_dim)
             output[rows] = result.transpose(0, 1).reshape(tile.num_rows, heads * group, head_dim).to(output.dtype)
 
-    def _read_tiles(self, cache: Tensor, block_ids: Tensor, num_requests: int) -> Tensor:
-        """The named blocks as [num_requests, num_kv_heads, positions, head_dim] float32."""
-        blocks = cache.index_select(0, block_ids)
-        return (
-            blocks.view(num_requests, -1, self._num_kv_heads, blocks.shape[-1])
-            .transpose(1, 2)
-            .to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    def _scores(self, query: Tensor, keys: Tensor, num_tiles: int) -> Tensor:
+        """[num_tiles * batch, rows, positions], tile by tile, valid until the next.
+
+        query: [batch, rows, head_dim], the same for each tile; keys: [num_tiles * batch, head_dim, positions].
+        """
+        if num_tiles > 1:
+            query = query.repeat(num_tiles, 1, 1)
+        scores = self._workspace.take("scores", query, (keys.shape[0], query.shape[1], keys.shape[2]))
+        return torch.bmm(query, keys, out=scores)
+
+    def _read_tiles(self, name: str, cache: Tensor, block_ids: Tensor, num_tiles: int) -> Tensor:
+        """The named blocks as [num_tiles * num_kv_heads, positions, head_dim] float32, valid until the next of this name."""
+        num_blocks, (block_size, heads, head_dim) = block_ids.shape[0], cache.shape[1:]
+        blocks = self._workspace.take("blocks", cache, (num_blocks, block_size, heads, head_dim))
+        torch.index_select(cache, 0, block_ids, out=blocks)
+        positions = num_blocks // num_tiles * block_size
+        tiles = self._workspace.take(name, cache, (num_tiles * heads, positions, head_dim), torch.float32)
+        tiles.view(num_tiles, heads, positions, head_dim).copy_(
+            blocks.view(num_tiles, positions, heads, head_dim).transpose(1, 2)
         )
+        return tiles
 
 
-class _OnlineSoftmax:
-    """softmax(scores) @ values over tiles that arrive in position order; rows are [batch, rows, head_dim] float32.
+class _Workspace:
+    """Memory that passes use again: a fresh allocation of a megabyte costs more, in first touches, than what is done in it."""
 
-    A tile may cover only the first requests of the batch: those whose sequences reach it.
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._last: dict[str, Tensor] = {}
+
+    def take(self, name: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialized contiguous tensor of dtype (like's) on like's device; whoever had the same name before loses it."""
+        last = self._last.get(name)
+        if last is not None and last.shape == shape:
+            return last
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape[0] < size:
+            buffer = self._buffers[name] = torch.empty(size, dtype=dtype or like.dtype, device=like.device)
+        self._last[name] = buffer[:size].view(shape)
+        return self._last[name]
+
+
+class _OnlineSoftmax(NamedTuple):
+    """softmax(scores) @ values over tiles that arrive in position order, of the rows of a batch; all float32.
+
+    maximum, total: [batch, rows, 1], the highest score so far and the sum of weights relative to it; weighted: [batch, rows,
+    head_dim].
     """
 
-    def __init__(self, query: Tensor) -> None:
-        """query: of the result's shape, dtype and device."""
-        self._maximum = query.new_full((*query.shape[:2], 1), -torch.inf)
-        self._total = query.new_zeros(*query.shape[:2], 1)
-        self._weighted = torch.zeros_like(query)
+    maximum: Tensor
+    total: Tensor
+    weighted: Tensor
 
-    def add_tile(self, scores: Tensor, values: Tensor) -> None:
-        """scores: [n, rows, positions], overwritten; values: [n, positions, head_dim]; n up to batch.
+    @classmethod
+    def new(cls, batch: int, num_rows: int, like: Tensor) -> _OnlineSoftmax:
+        """Before the first tile. like: of the result's head_dim, dtype and device."""
+        maximum = like.new_full((batch, num_rows, 1), -torch.inf)
+        return cls(maximum, like.new_zeros(batch, num_rows, 1), like.new_zeros(batch, num_rows, like.shape[-1]))
+
+    def batch(self, part: slice) -> _OnlineSoftmax:
+        """A view of some of the batch."""
+        return _OnlineSoftmax(self.maximum[part], self.total[part], self.weighted[part])
+
+    def rows(self, part: slice) -> _OnlineSoftmax:
+        """A view of some rows."""
+        return _OnlineSoftmax(self.maximum[:, part], self.total[:, part], self.weighted[:, part])
+
+    def add_tiles(self, scores: Tensor, values: Tensor, num_tiles: int) -> None:
+        """Merge num_tiles tiles. scores: [num_tiles * batch, rows or more, positions], overwritten; rows beyond ours only fill up
+        the product to a multiple of ROW_MULTIPLE. values: [num_tiles * batch, positions, head_dim].
 
         A tile that is wholly hidden from a row leaves it bit for bit as it was. Every row sees position 0, so that its maximum is
-        finite from the first tile on.
+        finite from the first tile on. Maxima are exact and additions keep their order: tiles that come together leave the
+        bits that one after the other would.
         """
-        n = scores.shape[0]
-        maximum, total, weighted = self._maximum[:n], self._total[:n], self._weighted[:n]
-        new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
-        decay = (maximum - new_maximum).exp_()
-        weights = scores.sub_(new_maximum).exp_()
-        total.mul_(decay).add_(weights.sum(-1, keepdim=True))
-        weighted.mul_(decay).add_(torch.bmm(weights, values))
-        maximum.copy_(new_maximum)
+        batch, num_rows, _ = self.maximum.shape
+        weights = scores[:, :num_rows]
+        before, after = self.maximum, weights.amax(-1, keepdim=True)
+        if num_tiles == 1:
+            after = torch.maximum(before, after)
+        else:
+            maxima = torch.cat((before, after)).view(num_tiles + 1, batch, num_rows, 1).cummax(0).values
+            before, after = maxima[:-1].flatten(0, 1), maxima[1:].flatten(0, 1)
+        decays = (before - after).exp_()
+        weights.sub_(after).exp_()
+        parts = (decays, weights.sum(-1, keepdim=True), torch.bmm(scores, values)[:, :num_rows])
+        for decay, total, weighted in zip(*(torch.split(part, batch) for part in parts), strict=True):
+            self.total.mul_(decay).add_(total)
+            self.weighted.mul_(decay).add_(weighted)
+        self.maximum.copy_(after[-batch:])
 
     def result(self) -> Tensor:
         """[batch, rows, head_dim] float32."""
-        return self._weighted / self._total
+        return self.weighted / self.total
 
 
 def _round_up(num_rows: int) -> int:
     return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
-
-
-def _with_columns(block_tables: Tensor, num_columns: int) -> Tensor:
-    """At least num_columns columns; new ones repeat the first, whose block_id is valid and whose content is masked."""
-    lacking = num_columns - block_tables.shape[1]
-    if lacking <= 0:
-        return block_tables
-    return torch.cat((block_tables, block_tables[:, :1].expand(-1, lacking)), dim=1)

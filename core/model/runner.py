@@ -24,6 +24,7 @@ from core.model.device_pool import DevicePool, memory_of
 from core.model.llama import LlamaModel, padded_num_rows
 from core.model.rotary import RotaryEmbedding
 from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, apply_token_masks, token_logprobs
+from core.model.shared_tiles import CascadeRule
 from core.model.weights import load_llama_weights
 from core.sampling_params import SamplingParams
 from core.step import NewRequest, StepPlan, StepResult, TokenLogprob
@@ -117,9 +118,15 @@ class TorchModelRunner:
 
     @classmethod
     def load(
-        cls, model_dir: Path, description: ModelDescription, pool: KVPoolMemory | DevicePool, num_threads: int = 0
+        cls,
+        model_dir: Path,
+        description: ModelDescription,
+        pool: KVPoolMemory | DevicePool,
+        num_threads: int = 0,
+        cascade: CascadeRule | None = None,
     ) -> TorchModelRunner:
         """Load the weights of `model_dir` for a pool of description.kv_layout, to its device. num_threads 0: what torch chooses.
+        cascade: when requests that share blocks read them together; None: where that was measured to pay.
 
         The number of threads is the process's (torch has one setting). Raises ModelLoadError, or ConfigError if the pool
         has another layout.
@@ -131,7 +138,7 @@ class TorchModelRunner:
         architecture, device = description.architecture, memory_of(pool).device
         weights = load_llama_weights(model_dir, architecture, TORCH_DTYPES[pool.layout.dtype], device)
         rotary = RotaryEmbedding(architecture, description.max_model_len, device)
-        attention = TorchAttention(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads, device)
+        attention = TorchAttention(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads, device, cascade)
         model = LlamaModel(architecture, weights, rotary, attention)
         return cls(model, attention, Sampler(description.eos_token_ids), pool)
 
@@ -144,7 +151,7 @@ class TorchModelRunner:
             return StepResult(sampled_token_ids=[])
         with torch.inference_mode():
             scheduled = self._schedule_rows(plan)
-            hidden = self._forward(scheduled)
+            hidden = self._forward(scheduled, plan.num_common_prefix_blocks)
             prompt_logprobs = self._prompt_logprobs(scheduled, hidden)
             sampled, logprobs = self._sample(scheduled, hidden)
         for share, tokens in zip(scheduled, sampled, strict=True):
@@ -179,7 +186,7 @@ class TorchModelRunner:
             row += num_tokens
         return scheduled
 
-    def _forward(self, scheduled: list[_Scheduled]) -> Tensor:
+    def _forward(self, scheduled: list[_Scheduled], num_common_blocks: int) -> Tensor:
         """Hidden states of all scheduled tokens (and padding rows), [num_rows, hidden]; writes their KV."""
         num_tokens = scheduled[-1].first_row + scheduled[-1].end_position - scheduled[-1].first_position
         token_ids = np.zeros(padded_num_rows(num_tokens), dtype=np.int64)
@@ -197,9 +204,10 @@ class TorchModelRunner:
         self._attention.begin_step(
             AttentionBatch(
                 slot_mapping=self._on_device(slot_mapping),
-                block_tables=self._on_device(block_tables),
+                block_tables=torch.from_numpy(block_tables),
                 query_start=torch.tensor([share.first_row for share in scheduled] + [num_tokens]),
                 seq_lens=torch.tensor([share.end_position for share in scheduled]),
+                num_common_blocks=num_common_blocks,
             )
         )
         return self._model.forward(self._on_device(token_ids), self._on_device(positions), self._kv_caches)
