@@ -5,12 +5,13 @@ The scheduler asks; it alone moves requests between statuses. Step thread only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from core.errors import GrammarLimitError, InvalidInputError
 from core.grammar import GrammarCompiler, PendingGrammar
 from core.request import FinishReason, Request, RequestStage, RequestStatus
-from core.step_output import FinishedRequest, find_end
+from core.step import StepPlan, TokenLogprob
+from core.step_output import FinishedRequest, StepOutput, find_end
 
 
 class ConstrainedRequests:
@@ -82,6 +83,40 @@ class ConstrainedRequests:
             request.num_tokens_with_spec -= num_invalid
         if drafts:
             request.token_masks = grammar.token_masks(drafts)
+
+    @staticmethod
+    def constrain(plan: StepPlan, requests: Iterable[Request]) -> None:
+        """Add to a plan what its requests need of `requests`, which all have a grammar.
+
+        A new request's forced tokens are among its known ones.
+        """
+        for request in requests:
+            request_id = request.request_id
+            if request_id not in plan.num_scheduled_tokens:
+                continue
+            if request.num_untold_tokens:
+                plan.forced_token_ids[request_id] = request.token_ids[-request.num_untold_tokens :]
+                request.num_untold_tokens = 0
+            num_drafts = len(plan.draft_token_ids.get(request_id, ()))
+            if request.num_computed_tokens - num_drafts == len(request.token_ids):
+                plan.token_masks[request_id] = request.token_masks[: 1 + num_drafts]
+
+    @staticmethod
+    def report(request: Request, output: StepOutput, num_sampled: int) -> int:
+        """Put into the news what was forced before and after the num_sampled tokens that a step sampled; how many there were."""
+        request_id, token_ids = request.request_id, request.token_ids
+        first, request.num_reported_tokens = request.num_reported_tokens, len(token_ids)
+        num_forced = len(token_ids) - first - num_sampled
+        if num_forced:
+            first_index = first - request.num_prompt_tokens
+            num_before = output.first_index.get(request_id, first_index) - first_index
+            new = output.new_token_ids[request_id] = token_ids[first:]
+            output.first_index[request_id] = first_index
+            if (num_top := request.sampling.logprobs) is not None:
+                certain = [TokenLogprob(token_id, 0.0, 1, ((token_id, 0.0),) if num_top else ()) for token_id in new]
+                certain[num_before : num_before + num_sampled] = output.logprobs.get(request_id, [])
+                output.logprobs[request_id] = certain
+        return num_forced
 
     @staticmethod
     def _append_forced(request: Request, forced: list[int]) -> FinishedRequest | None:

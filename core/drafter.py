@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from core.config import EngineOptions
+from core.request import Request
+from core.stats import EngineStats
 
 _TOKEN_BYTES = 4
 
@@ -65,6 +67,42 @@ def _end_of_last(packed: bytearray, num_bytes: int) -> int:
             return (place + num_bytes) // _TOKEN_BYTES
         end = place + num_bytes - 1
     return 0
+
+
+class DraftedRequests:
+    """What the scheduler does with a drafter's guesses: they count as tokens to compute until a step has verified them."""
+
+    def __init__(self, drafter: Drafter, stats: EngineStats) -> None:
+        self._drafter = drafter
+        self._stats = stats
+
+    def propose(self, request: Request) -> None:
+        """Let the next step verify what the drafter guesses.
+
+        All but one of the tokens that are left: a step brings one more than it had drafts.
+        """
+        num_left = request.max_total_tokens - len(request.token_ids) - 1
+        request.draft_token_ids = self._drafter.propose(request.request_id, request.token_ids, num_left)
+        request.num_tokens_with_spec += len(request.draft_token_ids)
+
+    @staticmethod
+    def drop(request: Request) -> None:
+        request.num_tokens_with_spec -= len(request.draft_token_ids)
+        request.draft_token_ids = []
+
+    def roll_back(self, request: Request, drafts: list[int], num_kept: int) -> None:
+        """num_kept of the tokens that a step with drafts sampled were appended: behind them, what was computed is void."""
+        request.num_written_tokens = request.num_computed_tokens = len(request.token_ids) - 1
+        request.draft_token_ids = []
+        stats = self._stats
+        stats.num_drafts += 1
+        stats.num_draft_tokens += len(drafts)
+        for position in range(min(num_kept - 1, len(drafts))):
+            stats.accepted_by_position[str(position)] = stats.accepted_by_position.get(str(position), 0) + 1
+
+    def forget(self, request: Request) -> None:
+        """It has ended."""
+        self._drafter.forget(request.request_id)
 
 
 def create_drafter(options: EngineOptions) -> Drafter | None:

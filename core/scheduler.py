@@ -7,35 +7,21 @@ will sample is counted, not known. Loads, saves and the store are the ledger's b
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
 
+from core.admission import Admission, AdmissionControl
 from core.blocks_in_progress import BlocksInProgress
 from core.clock import Clock
 from core.config import EngineOptions
 from core.constrained import ConstrainedRequests
-from core.drafter import Drafter
-from core.kv.connector import TransferDirection
+from core.drafter import DraftedRequests, Drafter
 from core.kv.ledger import EndedTransfer, TransferLedger
 from core.kv_cache_manager import KVCacheManager
-from core.long_prompts import LongPrompts
-from core.prompt_delay import PromptDelay
 from core.request import FinishReason, Request, RequestStage, RequestStatus, transition
 from core.stats import EngineStats
-from core.step import NewRequest, StepPlan, StepResult, TokenLogprob
+from core.step import NewRequest, StepPlan, StepResult
 from core.step_output import FinishedRequest, StepOutput, find_end
 from core.waiting_queue import WaitingQueue
-
-_MAX_LOADS_PER_REQUEST = 2  # a load whose blocks were evicted before they were used is repeated once, then computed
-
-
-class _Admission(enum.Enum):
-    """What became of the request at the head of the queue."""
-
-    ADMITTED = "admitted"
-    LOADING = "loading"  # stepped aside until a transfer ends
-    UNDECIDED = "undecided"  # the store does not know yet what it has, or others go first: steps aside until the next step
-    NO_ROOM = "no_room"  # nobody jumps the queue
 
 
 class Scheduler:
@@ -59,7 +45,7 @@ class Scheduler:
         self._ledger = ledger
         self._clock = clock
         self._stats = stats
-        self._drafter = drafter
+        self._drafts = DraftedRequests(drafter, stats) if drafter is not None else None
         self._looks_ahead = options.overlaps_steps and drafter is None
         self._grammars = grammars
         self._constrained: list[Request] = []  # those running with a grammar, after schedule()
@@ -68,17 +54,14 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self._waiting = WaitingQueue()
-        self._loading: dict[int, list[Request]] = {}  # by transfer_id
         self._num_undecided = 0
         self._next_arrival_index = 0
         self._next_step_id = 0
         self._in_progress = BlocksInProgress()
+        self._admissions = AdmissionControl(options, kv, ledger, clock, self._in_progress)
         self._finished_request_ids: list[str] = []  # since the last plan, for the runner
         self._num_common_prefix_blocks = 0
         self._is_batch_changed = True
-        self._prompt_delay = PromptDelay(factor) if (factor := options.scheduler_delay_factor) else None
-        max_long = options.max_long_partial_prefills
-        self._long_prompts = LongPrompts(options.long_prefill_token_threshold, max_long) if max_long else None
 
     # -- intake --------------------------------------------------------------------------------------------------------
     def add_request(self, request: Request) -> None:
@@ -88,10 +71,8 @@ class Scheduler:
         self._next_arrival_index += 1
         request.rank = self._rank(request)
         self.requests[request.request_id] = request
-        if len(self._waiting) and request.may_hit and self._kv.enable_prefix_caching:
-            # It will not be its turn in the next step: ask the store now, so that the answer is known then.
-            self._kv.extend_hashes(request)
-            self._ledger.num_external_blocks(request.request_id, request.block_hashes, 0, request.kv_sources)
+        if len(self._waiting):
+            self._admissions.ask_store_early(request)
         self._waiting.push(request)
         if request.awaits_grammar:
             assert self._grammars is not None
@@ -153,7 +134,7 @@ class Scheduler:
             if num_needed > len(request.block_ids) * block_size:
                 while (grown := self._kv.try_grow(request, num_needed)) is None:
                     if request.draft_token_ids:  # nobody loses a block to a guess
-                        self._drop_drafts(request)
+                        DraftedRequests.drop(request)
                         num_tokens, num_needed = 1, request.num_computed_tokens + 1
                         continue
                     victim = self._choose_victim(request)
@@ -183,32 +164,24 @@ class Scheduler:
 
         stepped_aside: list[Request] = []
         max_num_seqs = self._options.max_num_seqs  # also bounds how many may step aside: a step must not look at a long queue
-        may_admit = not preempted and self._may_admit()
+        may_admit = not preempted and self._admissions.may_admit(
+            self._waiting.head_arrival_s(), is_anyone_running=bool(self.running)
+        )
         while may_admit and budget > 0 and len(self.running) < max_num_seqs and len(stepped_aside) < max_num_seqs:
             waiting = self._waiting.pop()
             if waiting is None:
                 break
-            limit = min(budget, chunk_limit)
-            admission, num_tokens = self._try_admit(waiting, limit if self._options.enable_chunked_prefill else budget, output)
-            if admission is _Admission.ADMITTED:
+            admission, num_tokens = self._admissions.try_admit(waiting, budget, chunk_limit)
+            if admission is Admission.ADMITTED:
+                new_requests.append(self._start(waiting, output))
                 num_scheduled[waiting.request_id] = num_tokens
-                budget -= num_tokens
-                new_requests.append(
-                    NewRequest(
-                        waiting.request_id,
-                        waiting.token_ids,
-                        waiting.num_prompt_tokens,
-                        waiting.num_computed_tokens,
-                        list(waiting.block_ids),  # which may grow before the runner reads it
-                        waiting.sampling,
-                    )
-                )
                 waiting.num_computed_tokens += num_tokens
                 if looks_ahead and waiting.num_computed_tokens == waiting.num_tokens_with_spec:
                     self._count_next_token(waiting)
-            elif admission is _Admission.UNDECIDED:
+                budget -= num_tokens
+            elif admission is Admission.UNDECIDED:
                 stepped_aside.append(waiting)
-            elif admission is _Admission.NO_ROOM:
+            elif admission is Admission.NO_ROOM:
                 self._waiting.push(waiting)
                 break
         for waiting in stepped_aside:
@@ -232,10 +205,10 @@ class Scheduler:
             num_common_prefix_blocks=self._num_common_prefix_blocks,
             draft_token_ids=drafts,
         )
-        if new_requests and self._prompt_delay is not None:
-            self._prompt_delay.note_prompt_step(self._clock.now_s())
+        if new_requests:
+            self._admissions.note_started()
         if self._constrained:
-            self._constrain(plan)
+            ConstrainedRequests.constrain(plan, self._constrained)
         if num_scheduled:
             self._kv.begin_step(plan.step_id)
         self._finished_request_ids = []
@@ -270,8 +243,8 @@ class Scheduler:
                     sampled = sampled[:num_kept]
                 new_token_ids[request_id] = sampled
                 num_generated += len(sampled)
-                if drafts and request_id in drafts:
-                    self._roll_back_rejected(request, drafts[request_id], len(sampled))
+                if self._drafts is not None and request_id in drafts:
+                    self._drafts.roll_back(request, drafts[request_id], len(sampled))
                 if not looks_ahead or request.needs_last_token:
                     request.num_tokens_with_spec = len(token_ids)
             if request.num_written_tokens - request.num_committed_blocks * block_size >= block_size:
@@ -283,8 +256,8 @@ class Scheduler:
                 if request_id in output.logprobs:  # of drafts behind the end
                     output.logprobs[request_id] = output.logprobs[request_id][: len(sampled)]
                 self._finish(request, finished.reason)
-            elif sampled and self._drafter is not None:
-                self._propose_drafts(request)
+            elif sampled and self._drafts is not None:
+                self._drafts.propose(request)
         if self._constrained:
             num_generated += self._follow_grammars(plan, output)
         self._drop_ended_from_running()
@@ -323,117 +296,30 @@ class Scheduler:
                 self._finished_request_ids.append(request_id)  # the runner may know it or not
 
     def on_transfers_ended(self, ended: Iterable[EndedTransfer]) -> None:
-        """Requests that waited for these loads go back to their place in the queue; what arrived is now a local hit."""
-        for end in ended:
-            transfer = end.transfer
-            for request in self._loading.pop(transfer.transfer_id, ()):
-                if request.status is not RequestStatus.LOADING:
-                    continue
-                request.num_loaded_tokens += end.num_blocks_ok * self._kv.block_size
-                if end.num_blocks_ok < len(transfer.block_ids):
-                    request.may_load = False  # the failed tail is computed; asking again could go on for ever
-                transition(request, RequestStatus.WAITING)
-                self._waiting.push(request)
+        """Requests that waited for these loads go back to their place in the queue."""
+        for request in self._admissions.end_loads(ended):
+            transition(request, RequestStatus.WAITING)
+            self._waiting.push(request)
 
-    # -- admission -----------------------------------------------------------------------------------------------------
-    def _may_admit(self) -> bool:
-        """Once per step. False while scheduler_delay_factor keeps prompts back."""
-        if self._long_prompts is not None:
-            self._long_prompts.begin_step()
-        if self._prompt_delay is None:
-            return True
-        head_arrival_s = self._waiting.head_arrival_s()
-        return self._prompt_delay.is_over(self._clock.now_s(), head_arrival_s, is_anyone_running=bool(self.running))
-
-    def _try_admit(self, request: Request, limit: int, output: StepOutput) -> tuple[_Admission, int]:
-        """Try to start a waiting request with at most `limit` tokens in this step: (what became of it, tokens scheduled)."""
-        kv, long_prompts = self._kv, self._long_prompts
-        if request.awaits_grammar or (long_prompts is not None and long_prompts.is_next_in_vain(request)):
-            return _Admission.UNDECIDED, 0
-        hit_block_ids = kv.find_local_hit(request)
-        next_hash = kv.next_hit_hash(request, len(hit_block_ids))
-        if next_hash in self._in_progress:  # a later step finds it as a hit
-            return _Admission.UNDECIDED, 0
-        admission = self._try_start_load(request, hit_block_ids, next_hash)
-        if admission is not None:
-            return admission, 0
-        num_known = request.num_tokens_with_spec
-        num_hit_tokens = len(hit_block_ids) * kv.block_size
-        num_tokens = num_known - num_hit_tokens
-        if long_prompts is not None and not long_prompts.try_admit(request, num_tokens):
-            return _Admission.UNDECIDED, 0
-        if num_tokens > limit:
-            if not self._options.enable_chunked_prefill and limit < self._options.max_num_batched_tokens:
-                return _Admission.NO_ROOM, 0
-            num_tokens = limit  # without chunking only what no single step could hold is cut
-        if not kv.try_allocate_table(request, hit_block_ids, num_known):
-            return _Admission.NO_ROOM, 0
+    # -- start ---------------------------------------------------------------------------------------------------------
+    def _start(self, request: Request, output: StepOutput) -> NewRequest:
+        """An admitted request joins the batch; what the runner must know of it."""
         transition(request, RequestStatus.RUNNING)
         self.running.append(request)
         self._is_batch_changed = True
-        request.num_computed_tokens = request.num_written_tokens = num_hit_tokens
         self._in_progress.announce_next(request)
-        request.num_saved_blocks = len(hit_block_ids)
-        if hit_block_ids and request.stage is RequestStage.PREFILL:
-            # Hits were saved when they were computed, but the store may have evicted them since: a handoff needs all.
-            self._ledger.start_save(request.request_id, hit_block_ids, request.block_hashes[: len(hit_block_ids)])
+        num_hit_tokens = request.num_computed_tokens
         if request.num_cached_tokens is None:
             self._count_first_admission(request, num_hit_tokens)
             output.num_cached_tokens[request.request_id] = num_hit_tokens
-        return _Admission.ADMITTED, num_tokens
-
-    def _try_start_load(self, request: Request, hit_block_ids: list[int], next_hash: bytes | None) -> _Admission | None:
-        """Step aside for a load when the store has more of the prefix than we do; None: go on with what is here.
-
-        The request holds no blocks while it waits: the transfer does, and leaves them as prefix hits. So a load can never block
-        another one for ever; and it only starts when the whole prompt would fit now, so that it is not evicted before it is used.
-        """
-        kv, ledger = self._kv, self._ledger
-        if next_hash is None or not request.may_load:
-            return None
-        num_local = len(hit_block_ids)
-        transfer_id = ledger.loading_transfer_id(next_hash)
-        if transfer_id is not None:  # single flight
-            self._wait_for_transfer(request, transfer_id)
-            return _Admission.LOADING
-        hashes = request.block_hashes[: kv.max_hit_blocks(request)]
-        num_external = ledger.num_external_blocks(request.request_id, hashes, num_local, request.kv_sources)
-        if num_external is None:
-            now_s = self._clock.now_s()
-            if request.lookup_started_s is None:
-                request.lookup_started_s = now_s
-            patience_s = ledger.patience_s(request.num_tokens_with_spec - num_local * kv.block_size, num_local * kv.block_size)
-            if now_s - request.lookup_started_s < min(self._options.lookup_timeout_s, patience_s):
-                return _Admission.UNDECIDED
-            num_external = 0
-        if num_external == 0:
-            return None
-        for end in range(num_local + 1, num_local + num_external):
-            if ledger.loading_transfer_id(hashes[end]) is not None:  # the rest is on its way for somebody else
-                num_external = end - num_local
-                break
-        if request.num_loads >= _MAX_LOADS_PER_REQUEST or not ledger.should_load(num_external, num_local):
-            request.may_load = False
-            return None
-        if not ledger.has_room(TransferDirection.LOAD, num_local + num_external):
-            if not ledger.num_overdue:
-                return _Admission.NO_ROOM  # until one of the loads has ended
-            request.may_load = False  # which they may never do
-            return None
-        block_ids = kv.try_allocate_for_load(request, hit_block_ids, num_external)
-        if block_ids is None:
-            return _Admission.NO_ROOM
-        load_hashes = hashes[num_local : num_local + num_external]
-        transfer_id = ledger.start_load(request.request_id, block_ids, load_hashes, hit_block_ids)
-        if transfer_id is None:
-            return None
-        request.num_loads += 1
-        self._wait_for_transfer(request, transfer_id)
-        return _Admission.LOADING
-
-    def _wait_for_transfer(self, request: Request, transfer_id: int) -> None:
-        transition(request, RequestStatus.LOADING)
-        self._loading.setdefault(transfer_id, []).append(request)
+        return NewRequest(
+            request.request_id,
+            request.token_ids,
+            request.num_prompt_tokens,
+            num_hit_tokens,
+            list(request.block_ids),  # which may grow before the runner reads it
+            request.sampling,
+        )
 
     def _count_first_admission(self, request: Request, num_hit_tokens: int) -> None:
         """Hits are counted once per request, here, whatever retries and preemptions follow."""
@@ -455,28 +341,6 @@ class Scheduler:
         if request.num_tokens_with_spec + 1 < request.max_total_tokens and not request.needs_last_token:
             request.num_tokens_with_spec += 1
 
-    def _propose_drafts(self, request: Request) -> None:
-        """All but one of the tokens that are left: a step brings one more than it had drafts."""
-        assert self._drafter is not None
-        num_left = request.max_total_tokens - len(request.token_ids) - 1
-        request.draft_token_ids = self._drafter.propose(request.request_id, request.token_ids, num_left)
-        request.num_tokens_with_spec += len(request.draft_token_ids)
-
-    @staticmethod
-    def _drop_drafts(request: Request) -> None:
-        request.num_tokens_with_spec -= len(request.draft_token_ids)
-        request.draft_token_ids = []
-
-    def _roll_back_rejected(self, request: Request, drafts: list[int], num_kept: int) -> None:
-        """num_kept of the tokens that a step with drafts sampled were appended: behind them, what was computed is void."""
-        request.num_written_tokens = request.num_computed_tokens = len(request.token_ids) - 1
-        request.draft_token_ids = []
-        stats = self._stats
-        stats.num_drafts += 1
-        stats.num_draft_tokens += len(drafts)
-        for position in range(min(num_kept - 1, len(drafts))):
-            stats.accepted_by_position[str(position)] = stats.accepted_by_position.get(str(position), 0) + 1
-
     # -- grammars ------------------------------------------------------------------------------------------------------
     def _take_grammars(self, output: StepOutput) -> None:
         """Let requests go on whose grammar is there by now, or end them."""
@@ -484,22 +348,9 @@ class Scheduler:
         for request, finished in self._grammars.poll():
             request.awaits_grammar = False
             if finished is not None:
-                self._stats.num_forced_tokens += self._report(request, output, 0)
+                self._stats.num_forced_tokens += self._grammars.report(request, output, 0)
                 output.finished[request.request_id] = finished
                 self._finish(request, finished.reason)
-
-    def _constrain(self, plan: StepPlan) -> None:
-        """Add to a plan what its requests with a grammar need. A new request's forced tokens are among its known ones."""
-        for request in self._constrained:
-            request_id = request.request_id
-            if request_id not in plan.num_scheduled_tokens:
-                continue
-            if request.num_untold_tokens:
-                plan.forced_token_ids[request_id] = request.token_ids[-request.num_untold_tokens :]
-                request.num_untold_tokens = 0
-            num_drafts = len(plan.draft_token_ids.get(request_id, ()))
-            if request.num_computed_tokens - num_drafts == len(request.token_ids):
-                plan.token_masks[request_id] = request.token_masks[: 1 + num_drafts]
 
     def _follow_grammars(self, plan: StepPlan, output: StepOutput) -> int:
         """After a step's tokens were appended: what the grammars make of them. Returns how many tokens nobody sampled."""
@@ -512,33 +363,16 @@ class Scheduler:
                 continue
             finished = None
             if request.status is RequestStatus.RUNNING:
-                self._drop_drafts(request)
+                DraftedRequests.drop(request)
                 finished = self._grammars.advance(request, sampled)
-                if finished is None and self._drafter is not None and not request.num_untold_tokens:
-                    self._propose_drafts(request)
+                if finished is None and self._drafts is not None and not request.num_untold_tokens:
+                    self._drafts.propose(request)
                     self._grammars.keep_valid_drafts(request)
-            num_forced += self._report(request, output, len(sampled))
+            num_forced += self._grammars.report(request, output, len(sampled))
             if finished is not None:
                 output.finished[request_id] = finished
                 self._finish(request, finished.reason)
         self._stats.num_forced_tokens += num_forced
-        return num_forced
-
-    @staticmethod
-    def _report(request: Request, output: StepOutput, num_sampled: int) -> int:
-        """Put into the news what was forced before and after the num_sampled tokens that a step sampled; how many there were."""
-        request_id, token_ids = request.request_id, request.token_ids
-        first, request.num_reported_tokens = request.num_reported_tokens, len(token_ids)
-        num_forced = len(token_ids) - first - num_sampled
-        if num_forced:
-            first_index = first - request.num_prompt_tokens
-            num_before = output.first_index.get(request_id, first_index) - first_index
-            new = output.new_token_ids[request_id] = token_ids[first:]
-            output.first_index[request_id] = first_index
-            if (num_top := request.sampling.logprobs) is not None:
-                certain = [TokenLogprob(token_id, 0.0, 1, ((token_id, 0.0),) if num_top else ()) for token_id in new]
-                certain[num_before : num_before + num_sampled] = output.logprobs.get(request_id, [])
-                output.logprobs[request_id] = certain
         return num_forced
 
     # -- preemption and end --------------------------------------------------------------------------------------------
@@ -598,8 +432,8 @@ class Scheduler:
             self._finished_request_ids.append(request.request_id)
         self._kv.release(request)
         self._in_progress.withdraw(request)
-        if self._drafter is not None:
-            self._drafter.forget(request.request_id)
+        if self._drafts is not None:
+            self._drafts.forget(request)
         del self.requests[request.request_id]
         counts = self._stats.requests_finished
         counts[reason.value] = counts.get(reason.value, 0) + 1
@@ -624,15 +458,10 @@ class Scheduler:
         """Requests that are queued and not loading."""
         return len(self._waiting)
 
-    @property
-    def num_loading(self) -> int:
-        """Requests that wait for a transfer."""
-        return sum(request.status is RequestStatus.LOADING for waiters in self._loading.values() for request in waiters)
-
     def record_gauges(self) -> None:
         """Write the queue's and the pool's present state to the stats."""
         stats, pool = self._stats, self._kv.pool
-        num_loading = self.num_loading if self._loading else 0
+        num_loading = self._admissions.num_loading
         stats.num_running = len(self.running)
         stats.num_waiting = len(self._waiting) + num_loading
         stats.waiting_by_reason = {

@@ -341,7 +341,7 @@ class SchedulerRig:
         assert len(self.scheduler.running) <= self.options.max_num_seqs
         statuses = Counter(request.status for request in self.scheduler.requests.values())
         assert self.scheduler.num_waiting == statuses[RequestStatus.WAITING]
-        assert self.scheduler.num_loading == statuses[RequestStatus.LOADING]
+        assert self.scheduler._admissions.num_loading == statuses[RequestStatus.LOADING]
         assert len(self.scheduler.running) == statuses[RequestStatus.RUNNING]
 
     def longest_prefix(self, request: Request) -> list[Content]:

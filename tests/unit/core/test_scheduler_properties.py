@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from core import scheduler as scheduler_module
 from core.blocks_in_progress import BlocksInProgress
+from core.drafter import DraftedRequests
 from core.kv.block_pool import BlockPool
 from core.kv.connector import TransferDirection, TransferOutcome, TransferResult
 from core.kv.ledger import TransferLedger
@@ -283,14 +284,14 @@ def blocks_return_while_steps_write_them(patch: pytest.MonkeyPatch) -> None:
 
 
 def rejected_drafts_count_as_written(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._roll_back_rejected
+    original = DraftedRequests.roll_back
 
-    def roll_back(scheduler: Scheduler, request: Request, drafts: list[int], num_kept: int) -> None:
+    def roll_back(drafted: DraftedRequests, request: Request, drafts: list[int], num_kept: int) -> None:
         num_written = request.num_written_tokens
-        original(scheduler, request, drafts, num_kept)
+        original(drafted, request, drafts, num_kept)
         request.num_written_tokens = num_written
 
-    patch.setattr(Scheduler, "_roll_back_rejected", roll_back)
+    patch.setattr(DraftedRequests, "roll_back", roll_back)
 
 
 def failed_step_is_kept(patch: pytest.MonkeyPatch) -> None:
@@ -339,7 +340,7 @@ def priority_is_ignored(patch: pytest.MonkeyPatch) -> None:
 def only_the_first_waiter_of_a_load_is_woken(patch: pytest.MonkeyPatch) -> None:
     def forget(scheduler: Scheduler, ended: list[Any]) -> None:
         for end in ended:
-            del scheduler._loading.get(end.transfer.transfer_id, [])[1:]
+            del scheduler._admissions._loading.get(end.transfer.transfer_id, [])[1:]
 
     _wrap(patch, Scheduler, "on_transfers_ended", forget, lambda result, *_: result)
 
