@@ -15,6 +15,9 @@ from core.node import NodeServer, run_node_process
 
 def compose(config: Config) -> NodeServer:
     """Load the model and open the store."""
+    create_connector(
+        config.connector.name, config.connector.options, MonotonicClock()
+    )  # a wrong option is told before minutes pass
     loaded = load_model(config.model, config.engine)
     connector = create_connector(config.connector.name, config.connector.options, MonotonicClock(), loaded.open_copies)
     return NodeServer(

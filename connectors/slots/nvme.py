@@ -295,7 +295,7 @@ def _coding_of(options: NvmeOptions) -> CodingOptions:
 
 def _parse(options: Mapping[str, Any]) -> NvmeOptions:
     if not options.get("path"):
-        raise ConfigError("connector.options.path", options.get("path"), "a directory for the blocks")
+        raise ConfigError("connector.options.path", options.get("path", ""), "a directory for the blocks")
     sized = with_parsed_sizes(options, ("capacity_bytes",), "connector.options")
     parsed: NvmeOptions = options_from_mapping(NvmeOptions, sized, "connector.options")
     return parsed

@@ -80,7 +80,7 @@ class TieredOptions:
 
 def parse_tiered_options(options: Mapping[str, Any]) -> tuple[TieredOptions, list[TierOptions]]:
     """From the free-form mapping. Raises ConfigError with the full name of what is wrong."""
-    names = _tier_names(options.get("tiers"))
+    names = _tier_names(options.get("tiers", ""))
     known = {option.name for option in dataclasses.fields(TieredOptions)}
     own: dict[str, Any] = {}
     by_tier: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -123,7 +123,7 @@ def check_tier_connectors(tiers: Sequence[TierOptions]) -> None:
 
 
 def _tier_names(value: object) -> list[str]:
-    names = value.split(",") if isinstance(value, str) else value
+    names = value.split(",") if value and isinstance(value, str) else value
     if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{_PREFIX}.tiers", value, "names of connectors, fastest first, such as shm,nvme,redis")
     stripped = [name.strip() for name in names]

@@ -12,25 +12,19 @@ import dataclasses
 import json
 import math
 import random
-import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.fault.process_samples import ProcessSampler
-from tests.fault.verified_load import Outcome, VerifiedClient, VerifiedLoad, make_questions
-from tests.support.cluster import MODEL_NAME, Cluster, ClusterSpec, holds_nothing
-from tests.support.redis_server import RedisProcess
+from tests.fault.checked_cluster import CheckedCluster
+from tests.fault.verified_load import Outcome, VerifiedLoad
+from tests.support.cluster import holds_nothing
 
-MODEL = "smollm2"
-ENGINE = {"kv_pool_mib": 300, "max_num_batched_tokens": 256}
 DETECTION_LIMIT_S = 30.0
 STALL_MARGIN_S = 1.0  # a stalled node stays stopped so long after the router has noticed
 IDLE_LIMIT_S = 60.0
@@ -84,59 +78,39 @@ class Chaos:
     def __init__(self, options: ChaosOptions) -> None:
         self._options = options
         self._rng = random.Random(f"chaos/{options.seed}")
-        self._store = tempfile.mkdtemp(prefix="kvrelay-chaos-") if options.connector != "shm" else ""
-        self._redis = RedisProcess(Path(self._store), *REDIS_FLAGS) if options.connector == "redis" else None
-        store_options: dict[str, Any] = {"capacity_bytes": "512MiB"}
-        if self._redis is not None:
-            store_options = {"url": self._redis.url}
-        elif self._store:
-            store_options["path"] = self._store
-        self._cluster = Cluster(
-            ClusterSpec(
-                model=MODEL,
-                prefill=options.prefill,
-                decode=options.decode,
-                dtype="bfloat16",
-                connector=options.connector,
-                connector_options=store_options,
-                engine=ENGINE,
-                router={"heartbeat_timeout_s": options.heartbeat_timeout_s},
-            )
+        self._rig = CheckedCluster(
+            prefill=options.prefill,
+            decode=options.decode,
+            connector=options.connector,
+            capacity="512MiB",
+            router={"heartbeat_timeout_s": options.heartbeat_timeout_s},
+            redis_flags=REDIS_FLAGS,
         )
-        self._client = VerifiedClient(self._cluster.url, MODEL_NAME)
-        self._sampler = ProcessSampler(lambda: {name: child.pid for name, child in dict(self._cluster.children).items()})
+        self._cluster = self._rig.cluster
         self._hits: list[Hit] = []
         self._victim_roles = list(options.victim_roles)
 
     def run(self) -> dict[str, Any]:
         """The report. Everything is stopped afterwards, whatever happens."""
-        try:
-            with self._cluster as cluster:
-                _say(f"{self._options.num_questions} questions for the undisturbed cluster")
-                questions = make_questions(self._client.vocabulary(), self._options.seed, self._options.num_questions)
-                questions = self._client.with_answers(questions)
-                cluster.wait_clean()
-                self._load = VerifiedLoad(self._client, questions, num_clients=self._options.num_clients, seed=self._options.seed)
-                self._sampler.start()
-                began_s = time.monotonic()
-                self._load.start()
-                self._break_things(began_s)
-                self._load.stop()
-                seconds = time.monotonic() - began_s
-                self._sampler.stop()
-                audit = self._wait_idle()
-                moved_tokens = {
-                    source: cluster.client.metric("kvrelay_moved_tokens_total", source=source)
-                    for source in ("cached", "recomputed")
-                }
-                leftovers = [*cluster.stop(), *self._stray_store_files()]
-            return self._report(audit, leftovers, moved_tokens, seconds)
-        finally:
-            self._client.close()
-            if self._redis is not None:
-                self._redis.kill()
-            if self._store:
-                shutil.rmtree(self._store, ignore_errors=True)
+        rig, cluster = self._rig, self._cluster
+        with rig:
+            _say(f"{self._options.num_questions} questions for the undisturbed cluster")
+            questions = rig.learn(self._options.seed, self._options.num_questions)
+            cluster.wait_clean()
+            self._load = VerifiedLoad(rig.client, questions, num_clients=self._options.num_clients, seed=self._options.seed)
+            rig.sampler.start()
+            began_s = time.monotonic()
+            self._load.start()
+            self._break_things(began_s)
+            self._load.stop()
+            seconds = time.monotonic() - began_s
+            rig.sampler.stop()
+            audit = self._wait_idle()
+            moved_tokens = {
+                source: cluster.client.metric("kvrelay_moved_tokens_total", source=source) for source in ("cached", "recomputed")
+            }
+            leftovers = [*cluster.stop(), *self._stray_store_files()]
+        return self._report(audit, leftovers, moved_tokens, seconds)
 
     # -- faults --------------------------------------------------------------------------------------------------------
     def _break_things(self, began_s: float) -> None:
@@ -202,10 +176,10 @@ class Chaos:
 
     def _stray_store_files(self) -> list[str]:
         """What a persistent store should not keep when nobody uses it. Leases of killed nodes go with the next start."""
-        if not self._store or self._redis is not None:
+        if self._rig.folder is None or self._rig.redis is not None:
             return []
         kept = ("lock", "index", "segment")
-        return [str(path) for path in Path(self._store).rglob("*") if path.is_file() and path.name not in kept]
+        return [str(path) for path in self._rig.folder.rglob("*") if path.is_file() and path.name not in kept]
 
     def _pauses(self) -> _Pauses:
         pauses = _Pauses()
@@ -227,7 +201,7 @@ class Chaos:
         counts = self._load.counts()
         pauses = self._pauses()
         detections = [hit.detection_s for hit in self._hits if hit.detection_s is not None]
-        growths = self._sampler.growth_mib_by_process(self._options.warm_after_s)
+        growths = self._rig.sampler.growth_mib_by_process(self._options.warm_after_s)
         num_moved_tokens = sum(moved_tokens.values())
         problems = [record for record in self._load.records if record.outcome in (Outcome.WRONG, Outcome.LOST)]
         for record in problems[:NUM_PROBLEMS_SHOWN]:

@@ -10,24 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tests.fault.chaos import MODEL, percentile
-from tests.fault.process_samples import ProcessHistory, ProcessSample, ProcessSampler, sample_process
-from tests.fault.verified_load import Outcome, RequestRecord, VerifiedClient, VerifiedLoad, make_questions
-from tests.support.cluster import MODEL_NAME, Cluster, ClusterSpec
+from tests.fault.chaos import percentile
+from tests.fault.checked_cluster import ENGINE, CheckedCluster
+from tests.fault.process_samples import ProcessHistory, ProcessSample, sample_process
+from tests.fault.verified_load import Outcome, RequestRecord, VerifiedLoad
 from tests.support.memory_pools import pool_files
 
 STORE_BYTES = "256MiB"  # full, and evicting, within the first third
-ENGINE = {"kv_pool_mib": 300, "max_num_batched_tokens": 256}
 PROGRESS_EVERY_S = 30.0
 IDLE_LIMIT_S = 30.0
 ROW_STEP = 8  # batches are padded to multiples of it
@@ -54,57 +50,36 @@ class Soak:
 
     def __init__(self, options: SoakOptions) -> None:
         self._options = options
-        self._store = tempfile.mkdtemp(prefix="kvrelay-soak-") if options.connector == "nvme" else ""
-        store_options = {"capacity_bytes": STORE_BYTES} | ({"path": self._store} if self._store else {})
-        self._cluster = Cluster(
-            ClusterSpec(
-                model=MODEL,
-                prefill=options.prefill,
-                decode=options.decode,
-                dtype="bfloat16",
-                connector=options.connector,
-                connector_options=store_options,
-                engine=ENGINE,
-            )
+        self._rig = CheckedCluster(
+            prefill=options.prefill, decode=options.decode, connector=options.connector, capacity=STORE_BYTES
         )
-        self._client = VerifiedClient(self._cluster.url, MODEL_NAME)
-        self._sampler = ProcessSampler(self._pids)
         self._store_bytes: list[tuple[float, int]] = []
 
     def run(self) -> dict[str, Any]:
         """The report. Everything is stopped afterwards, whatever happens."""
         options = self._options
-        try:
-            with self._cluster as cluster:
-                _say(f"{options.num_questions} questions for the idle cluster")
-                questions = make_questions(self._client.vocabulary(), options.seed, options.num_questions)
-                questions = self._client.with_answers(questions)
-                self._warm_up()
-                cluster.wait_clean()
-                idle = self._idle_samples()
-                load = VerifiedLoad(self._client, questions, num_clients=options.num_clients, seed=options.seed)
-                self._sampler.start()
-                began_s = time.monotonic()
-                load.start()
-                self._watch(load, began_s)
-                self._sampler.stop()
-                load.stop()
-                cluster.wait_clean()
-                left_open = self._wait_descriptors(idle)
-            return self._report(load, began_s, left_open)
-        finally:
-            self._client.close()
-            if self._store:
-                shutil.rmtree(self._store, ignore_errors=True)
+        with self._rig as rig:
+            _say(f"{options.num_questions} questions for the idle cluster")
+            questions = rig.learn(options.seed, options.num_questions)
+            self._warm_up()
+            rig.cluster.wait_clean()
+            idle = self._idle_samples()
+            load = VerifiedLoad(rig.client, questions, num_clients=options.num_clients, seed=options.seed)
+            rig.sampler.start()
+            began_s = time.monotonic()
+            load.start()
+            self._watch(load, began_s)
+            rig.sampler.stop()
+            load.stop()
+            rig.cluster.wait_clean()
+            left_open = self._wait_descriptors(idle)
+        return self._report(load, began_s, left_open)
 
     def _warm_up(self) -> None:
         """Have prefill nodes compute every number of rows once: the matrix library keeps some megabytes of code for each."""
         for num_tokens in range(ROW_STEP, int(ENGINE["max_num_batched_tokens"]) + 1, ROW_STEP):
             for turn in range(self._options.prefill):
-                self._cluster.client.complete([1] * num_tokens, max_tokens=1, cache_salt=f"warm up {num_tokens} {turn}")
-
-    def _pids(self) -> dict[str, int]:
-        return {name: child.pid for name, child in self._cluster.children.items()}
+                self._rig.cluster.client.complete([1] * num_tokens, max_tokens=1, cache_salt=f"warm up {num_tokens} {turn}")
 
     def _watch(self, load: VerifiedLoad, began_s: float) -> None:
         next_progress_s = began_s + PROGRESS_EVERY_S
@@ -114,23 +89,26 @@ class Soak:
             if now_s >= next_progress_s:
                 next_progress_s += PROGRESS_EVERY_S
                 counts = {outcome.value: count for outcome, count in load.counts().items()}
-                memory = {h.name: round(h.samples[-1].anon_mib) for h in self._sampler.histories.values()}
+                memory = {h.name: round(h.samples[-1].anon_mib) for h in self._rig.sampler.histories.values()}
                 _say(f"{now_s - began_s:5.0f} s: {counts}, anonymous MiB {memory}")
 
     def _used_store_bytes(self) -> int:
-        pools = [path for kind in ("index", "segment") for path in pool_files(self._cluster.pool_name, kind)]
-        files = [path for path in Path(self._store).rglob("*") if path.is_file()] if self._store else pools
+        folder, pool_name = self._rig.folder, self._rig.cluster.pool_name
+        pools = [path for kind in ("index", "segment") for path in pool_files(pool_name, kind)]
+        files = pools if folder is None else [path for path in folder.rglob("*") if path.is_file()]
         return sum(path.stat().st_blocks * 512 for path in files)
 
     def _idle_samples(self) -> dict[str, ProcessSample]:
         time.sleep(6.0)  # beyond the server's keep-alive
-        return {name: sample_process(pid) for name, pid in self._pids().items()}
+        return {name: sample_process(pid) for name, pid in self._rig.pids().items()}
 
     def _wait_descriptors(self, idle: dict[str, ProcessSample]) -> dict[str, int]:
         """How many more descriptors each process has open, idle, than when it was idle before the load; after a while."""
         deadline_s = time.monotonic() + IDLE_LIMIT_S
         while True:
-            more = {name: sample_process(pid).num_descriptors - idle[name].num_descriptors for name, pid in self._pids().items()}
+            more = {
+                name: sample_process(pid).num_descriptors - idle[name].num_descriptors for name, pid in self._rig.pids().items()
+            }
             if not any(count > 0 for count in more.values()) or time.monotonic() > deadline_s:
                 return {name: count for name, count in more.items() if count > 0}
             time.sleep(0.5)
@@ -148,7 +126,7 @@ class Soak:
                 latencies_s[f"{name}_s_p{percent}"] = values
                 latency_ratios[f"{name}_p{percent}"] = _ratio(values[0], values[1])
         processes = {
-            history.name: _compare(history, middle, last) for history in self._sampler.histories.values() if history.samples
+            history.name: _compare(history, middle, last) for history in self._rig.sampler.histories.values() if history.samples
         }
         store_bytes = [
             max((num for at_s, num in self._store_bytes if start <= at_s < end), default=0) for start, end in (middle, last)

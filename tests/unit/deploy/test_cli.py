@@ -72,6 +72,8 @@ def exit_code(*argv: str) -> int:
         (["router", "--control-host", "0.0.0.0"], "router.control_host: got '0.0.0.0'; allowed: a loopback address"),
         (["decode-node", "--router", "192.0.2.7:8001"], "make them with `kvrelay keys DIR`"),
         (["decode-node", "--keys", "/no/such/keys"], "security.keys: got '/no/such/keys'"),
+        (["decode-node", "--model", "/no/model", "--connector-option", "x=1"], "connector.options.x: got '1'; allowed: one of"),
+        (["prefill-node", "--model", "/no/model", "--connector", "nvme"], "connector.options.path: got ''; allowed: a directory"),
         (["serve", "--port", "0", "--keys", "/no/such/keys"], "security.keys: got '/no/such/keys'"),
         (["serve", "--port", "0", "--api-keys-file", "/no/such.yaml"], "router.api_keys_file: got '/no/such.yaml'"),
         (["keys"], "the following arguments are required: DIR"),
