@@ -347,7 +347,8 @@ class Scheduler:
             self._ledger.start_save(request.request_id, hit_block_ids, request.block_hashes[: len(hit_block_ids)])
         if request.num_cached_tokens is None:
             self._count_first_admission(request, num_hit_tokens)
-            output.num_cached_tokens[request.request_id] = num_hit_tokens
+            # Tokens that a grammar has forced meanwhile may be hits, too, but nobody outside knows them yet.
+            output.num_cached_tokens[request.request_id] = min(num_hit_tokens, request.num_reported_tokens)
         return _Admission.ADMITTED, num_tokens
 
     def _try_start_load(self, request: Request, hit_block_ids: list[int], next_hash: bytes | None) -> _Admission | None:
