@@ -311,7 +311,8 @@ class Scheduler:
         num_hit_tokens = request.num_computed_tokens
         if request.num_cached_tokens is None:
             self._count_first_admission(request, num_hit_tokens)
-            output.num_cached_tokens[request.request_id] = num_hit_tokens
+            # Tokens that a grammar has forced meanwhile may be hits, too, but nobody outside knows them yet.
+            output.num_cached_tokens[request.request_id] = min(num_hit_tokens, request.num_reported_tokens)
         return NewRequest(
             request.request_id,
             request.token_ids,

@@ -171,6 +171,16 @@ def test_engine_preempted_and_moved_requests_go_on_as_they_began(compiler: LlgCo
         assert moved.tokens["m"] == expected[num_known:] and moved.finished["m"].reason is STOP
 
 
+def test_engine_forced_tokens_that_are_hits_are_not_told_as_cached_ones(compiler: LlgCompiler) -> None:
+    """Whoever sent the request knows its prompt alone, and takes more hits than that for a lie."""
+    bench = run_alone(compiler, SCHEMA)
+    bench.add("again", PROMPT, max_tokens=100, grammar=SCHEMA)
+    bench.run()
+    assert bench.tokens["again"] == bench.tokens["r"]
+    assert bench.engine.stats.prefix_cache_hit_tokens > len(PROMPT), "a test of hits behind the prompt needs some"
+    assert bench.num_cached_tokens["again"] == len(PROMPT)
+
+
 def test_engine_prefill_stage_samples_one_token_of_the_grammar(compiler: LlgCompiler) -> None:
     expected = run_alone(compiler, SCHEMA).tokens["r"]
     bench = EngineBench(grammar_compiler=compiler)
