@@ -7,6 +7,7 @@ the real parts do is compared with it at once. Driven by tests/unit/core/test_sc
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import Counter, deque
 from dataclasses import dataclass
 from functools import lru_cache
@@ -96,10 +97,10 @@ class WatchedKV(KVCacheManager):
 
 
 class GuessingDrafter:
-    """Says the right text up to a place that the test chooses, and then something else. num_right: for the next proposals."""
+    """Says the right text up to a random place, and then something else."""
 
     def __init__(self, rig: SchedulerRig, num_tokens: int) -> None:
-        self.num_right = 0
+        self._rng = random.Random(num_tokens)
         self._rig = rig
         self._num_tokens = num_tokens
 
@@ -109,7 +110,8 @@ class GuessingDrafter:
         start = self._rig.expected[request_id].start
         num_output = len(token_ids) - len(start)
         drafts = right_text(start, num_output + max(0, num_drafts))[num_output:]
-        return [token if place < self.num_right else token % 999 + 1 for place, token in enumerate(drafts)]
+        num_right = self._rng.randrange(self._num_tokens + 1)
+        return [token if place < num_right else token % 999 + 1 for place, token in enumerate(drafts)]
 
     def forget(self, request_id: str) -> None:
         """See core.drafter.Drafter."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from core.kv.block_pool import BlockPool
 from core.kv.connector import TransferDirection, TransferOutcome, TransferResult
 from core.kv.ledger import TransferLedger
 from core.kv_cache_manager import KVCacheManager
-from core.request import FinishReason, Request
+from core.request import Request
 from core.scheduler import Scheduler
 from core.step import StepPlan
 from core.step_output import StepOutput
@@ -39,6 +40,8 @@ SETTINGS = settings(
     suppress_health_check=list(HealthCheck),
 )
 MAX_MODEL_LEN = 40
+FATES_OF_LOADS = ["ok", "ok", "wait", "short", "short", "fail"]
+FATES_OF_SAVES = ["ok", "ok", "ok", "wait", "fail", "early", "release"]
 
 tokens = st.integers(min_value=1, max_value=3)
 
@@ -128,20 +131,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(num_copies):
             self.rig.add(prompt, num_known, num_tokens, salt, priority, stop_at, is_prefill=is_prefill)
 
-    @rule(num_right=st.integers(0, 3))
-    def step_on(self, num_right: int) -> None:
-        self.step(num_right, 3)
-
     @precondition(lambda self: self.rig.expected)
     @rule(which=st.integers(0, 10))
     def abort(self, which: int) -> None:
         names = list(self.rig.expected)
         self.rig.abort(names[which % len(names)])
 
-    @rule(num_right=st.integers(0, 3), num_steps=st.integers(1, 5))
-    def step(self, num_right: int, num_steps: int) -> None:
-        if self.rig.drafter is not None:
-            self.rig.drafter.num_right = num_right
+    @rule(num_steps=st.integers(1, 5))
+    def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
             if self.rig.may_schedule:
                 self.rig.schedule()
@@ -150,16 +147,37 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.rig.finish()
                 self.rig.check_blocks()
 
+    @rule(seed=st.integers(0, 10**6), num_steps=st.integers(5, 25))
+    def rough_time(self, seed: int, num_steps: int) -> None:
+        """Many steps, with requests that come and go, and something that goes wrong at each."""
+        rng, rig = random.Random(seed), self.rig
+        for _ in range(num_steps):
+            if rng.random() < 0.4:
+                start = 100 * rng.randint(1, 2)
+                prompt = (*range(start, start + rng.randint(0, 24)), *rng.choices([1, 2, 3], k=rng.randint(1, 8)))
+                stop_at, salt, known = rng.randint(-9, 9), rng.choice(["", "", "tenant"]), rng.choice([0, 0, 2])
+                rig.add(prompt, known, rng.randint(1, 20), salt, rng.randint(-1, 2), stop_at, is_prefill=rng.random() < 0.2)
+            if rig.expected and rng.random() < 0.05:
+                rig.abort(rng.choice(list(rig.expected)))
+            if rng.random() < 0.1:
+                rig.clock.advance(0.1)
+            self._end_transfers(TransferDirection.LOAD, rng.choices(FATES_OF_LOADS, k=3))
+            self._end_transfers(TransferDirection.SAVE, rng.choices(FATES_OF_SAVES, k=3))
+            if rig.may_schedule:
+                rig.schedule()
+                rig.check_blocks()
+            if rig.steps and rng.random() < 0.7:
+                rig.finish(fails=rng.random() < 0.02)
+                rig.check_blocks()
+
     @precondition(lambda self: self.rig.may_schedule)
     @rule()
     def schedule_ahead(self) -> None:
         self.rig.schedule()
 
     @precondition(lambda self: self.rig.steps)
-    @rule(num_right=st.integers(0, 3))
-    def finish_one(self, num_right: int) -> None:
-        if self.rig.drafter is not None:
-            self.rig.drafter.num_right = num_right
+    @rule()
+    def finish_one(self) -> None:
         self.rig.finish()
 
     @precondition(lambda self: self.rig.steps)
@@ -167,11 +185,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_step(self) -> None:
         self.rig.finish(fails=True)
 
-    @rule(fates=st.lists(st.sampled_from(["ok", "ok", "wait", "short", "short", "fail"]), min_size=1, max_size=3))
+    @rule(fates=st.lists(st.sampled_from(FATES_OF_LOADS), min_size=1, max_size=3))
     def end_loads(self, fates: list[str]) -> None:
         self._end_transfers(TransferDirection.LOAD, fates)
 
-    @rule(fates=st.lists(st.sampled_from(["ok", "ok", "ok", "wait", "fail", "early", "release"]), min_size=1, max_size=6))
+    @rule(fates=st.lists(st.sampled_from(FATES_OF_SAVES), min_size=1, max_size=6))
     def end_saves(self, fates: list[str]) -> None:
         self._end_transfers(TransferDirection.SAVE, fates)
 
@@ -393,14 +411,14 @@ def evicted_block_can_be_hit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockPool, "_forget_hash", lambda pool, block_id: pool._hash_by_block.__setitem__(block_id, None))
 
 
-def tokens_behind_a_stop_are_told(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._check_stop
+def stop_tokens_are_overlooked(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._find_end
 
-    def check(scheduler: Scheduler, request: Request, token_id: int) -> Any:
-        finished = original(scheduler, request, token_id)
-        return None if finished is not None and finished.reason is FinishReason.STOP else finished
+    def find_end(request: Request, num_new: int) -> tuple[Any, int]:
+        is_full = len(request.token_ids) >= request.max_total_tokens
+        return original(request, num_new) if is_full else (None, num_new)
 
-    patch.setattr(Scheduler, "_check_stop", check)
+    patch.setattr(Scheduler, "_find_end", staticmethod(find_end))
 
 
 IN_OVERLAPPED_STEPS: tuple[Patch, ...] = (hashed_before_it_is_written, blocks_return_while_steps_write_them)
@@ -423,7 +441,7 @@ ANYWHERE: tuple[Patch, ...] = (
     tail_of_a_table_leaks,
     own_hit_is_evicted,
     evicted_block_can_be_hit,
-    tokens_behind_a_stop_are_told,
+    stop_tokens_are_overlooked,
 )
 
 
