@@ -38,19 +38,17 @@ class BlockPool:
         """Take blocks, each with one reference and no hash; None when there are not enough, and nothing has changed then."""
         if num_blocks > self.num_free:
             return None
-        unhashed = self._free_unhashed
-        num_kept = max(0, len(unhashed) - num_blocks)
-        block_ids = unhashed[num_kept:]
-        block_ids.reverse()
-        del unhashed[num_kept:]
-        for _ in range(num_blocks - len(block_ids)):
-            block_id, _none = self._free_hashed.popitem(last=False)
-            self._forget_hash(block_id)
-            self.num_evictions += 1
-            block_ids.append(block_id)
-        ref_counts = self._ref_counts
-        for block_id in block_ids:
+        unhashed, ref_counts = self._free_unhashed, self._ref_counts
+        block_ids = []
+        for _ in range(num_blocks):
+            if unhashed:
+                block_id = unhashed.pop()
+            else:
+                block_id, _none = self._free_hashed.popitem(last=False)
+                self._forget_hash(block_id)
+                self.num_evictions += 1
             ref_counts[block_id] = 1
+            block_ids.append(block_id)
         return block_ids
 
     def add_references(self, block_ids: Iterable[int]) -> None:
