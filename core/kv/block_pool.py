@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 
 class BlockPool:
@@ -37,35 +38,36 @@ class BlockPool:
         """Take blocks, each with one reference and no hash; None when there are not enough, and nothing has changed then."""
         if num_blocks > self.num_free:
             return None
-        unhashed = self._free_unhashed
-        num_kept = max(0, len(unhashed) - num_blocks)
-        block_ids = unhashed[num_kept:]
-        block_ids.reverse()
-        del unhashed[num_kept:]
-        for _ in range(num_blocks - len(block_ids)):
-            block_id, _none = self._free_hashed.popitem(last=False)
-            self._forget_hash(block_id)
-            self.num_evictions += 1
-            block_ids.append(block_id)
-        ref_counts = self._ref_counts
-        for block_id in block_ids:
+        unhashed, ref_counts = self._free_unhashed, self._ref_counts
+        block_ids = []
+        for _ in range(num_blocks):
+            if unhashed:
+                block_id = unhashed.pop()
+            else:
+                block_id, _none = self._free_hashed.popitem(last=False)
+                self._forget_hash(block_id)
+                self.num_evictions += 1
             ref_counts[block_id] = 1
+            block_ids.append(block_id)
         return block_ids
 
     def add_references(self, block_ids: Iterable[int]) -> None:
         """Refer to blocks once more each; free ones leave the free list. Only cached or referenced blocks may be named."""
+        ref_counts, free_hashed = self._ref_counts, self._free_hashed
         for block_id in block_ids:
-            if self._ref_counts[block_id] == 0:
-                del self._free_hashed[block_id]
-            self._ref_counts[block_id] += 1
+            count = ref_counts[block_id]
+            if count == 0:
+                del free_hashed[block_id]
+            ref_counts[block_id] = count + 1
 
     def release_references(self, block_ids: Iterable[int]) -> None:
         """Drop one reference each, in the given order: among the blocks that become free the first is reused first, so a
         request's blocks are passed tail first and a prefix outlives its continuations."""
+        ref_counts = self._ref_counts
         for block_id in block_ids:
-            count = self._ref_counts[block_id] - 1
+            count = ref_counts[block_id] - 1
             assert count >= 0, f"block {block_id} released more often than referred to"
-            self._ref_counts[block_id] = count
+            ref_counts[block_id] = count
             if count == 0:
                 if self._hash_by_block[block_id] is None:
                     self._free_unhashed.append(block_id)
@@ -86,8 +88,8 @@ class BlockPool:
         """Blocks holding the leading hashes, up to the first one missing or max_blocks. Takes no references."""
         block_ids = []
         lookup = self._block_by_hash.get
-        for index in range(min(max_blocks, len(block_hashes))):
-            block_id = lookup(block_hashes[index])
+        for block_hash in islice(block_hashes, max_blocks):
+            block_id = lookup(block_hash)
             if block_id is None:
                 break
             block_ids.append(block_id)

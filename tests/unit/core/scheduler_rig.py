@@ -7,17 +7,13 @@ the real parts do is compared with it at once. Driven by tests/unit/core/test_sc
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, deque
-from dataclasses import dataclass
-from functools import lru_cache
+from collections import Counter
 
 from core.config import EngineOptions
-from core.kv.block_pool import BlockPool
 from core.kv.connector import Transfer, TransferDirection, TransferResult
 from core.kv.hashing import extend_block_hashes
 from core.kv.ledger import TransferLedger
 from core.kv.pool_memory import KVPoolMemory
-from core.kv_cache_manager import KVCacheManager
 from core.request import FinishReason, Request, RequestStage, RequestStatus
 from core.sampling_params import SamplingParams
 from core.scheduler import Scheduler
@@ -25,94 +21,12 @@ from core.stats import EngineStats
 from core.step import StepPlan
 from core.step_output import StepOutput
 from core.steps_in_flight import StepsInFlight
-from tests.support.fake_runner import ENTRY_BYTES, FakeRunner, fake_entry, fake_layout, fake_model, oracle_tokens
+from tests.support.fake_runner import ENTRY_BYTES, FakeRunner, fake_layout, fake_model
 from tests.support.memory_connector import MemoryConnector, MemoryStore
 from tests.support.virtual_clock import VirtualClock
+from tests.unit.core.scheduler_parts import Content, Expected, GuessingDrafter, WatchedKV, WatchedPool, entry_of, right_text
 
 MAX_HEALTHY_ROUNDS_WITHOUT_PROGRESS = 60
-Content = tuple[str, tuple[int, ...]]  # salt, and all tokens up to the block's end
-
-
-@lru_cache(maxsize=100_000)
-def entry_of(token_ids: tuple[int, ...]) -> bytes:
-    """What the fake model writes for the last of these tokens."""
-    previous = entry_of(token_ids[:-1]) if len(token_ids) > 1 else b""
-    return fake_entry(previous, token_ids[-1], len(token_ids) - 1)
-
-
-@lru_cache(maxsize=10_000)
-def right_text(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-    """Do not change it."""
-    return oracle_tokens(prompt, num_tokens)
-
-
-@dataclass(slots=True)
-class Expected:
-    """A request as whoever sent it knows it. start: the tokens that it came with. text: all that it may say; received: has said.
-
-    turn: whose is smaller is served first.
-    """
-
-    turn: tuple[float, int]
-    start: tuple[int, ...]
-    salt: str
-    text: list[int]
-    reason: FinishReason
-    received: list[int]
-
-
-class WatchedPool(BlockPool):
-    """Follows which blocks are handed out anew: what they held is gone, and no step in flight may write to them.
-
-    written_by_steps: the blocks that each step in flight may write to, oldest first.
-    """
-
-    def __init__(self, num_blocks: int, contents: dict[int, Content]) -> None:
-        super().__init__(num_blocks)
-        self.written_by_steps: deque[set[int]] = deque()
-        self._contents = contents
-
-    def try_allocate(self, num_blocks: int) -> list[int] | None:
-        block_ids = super().try_allocate(num_blocks)
-        for block_id in block_ids or ():
-            assert self._ref_counts[block_id] == 1, f"block {block_id} has two owners"
-            assert not any(block_id in written for written in self.written_by_steps), f"a step in flight writes block {block_id}"
-            self._contents.pop(block_id, None)
-        return block_ids
-
-
-class WatchedKV(KVCacheManager):
-    """Compares every hit with the longest prefix that the plain model knows of."""
-
-    rig: SchedulerRig
-
-    def find_local_hit(self, request: Request) -> list[int]:
-        hit = super().find_local_hit(request)
-        wanted = self.rig.longest_prefix(request)
-        assert [self.rig.contents.get(block_id) for block_id in hit] == wanted, (
-            f"{request.request_id}: a hit that is not the longest"
-        )
-        return hit
-
-
-class GuessingDrafter:
-    """Says the right text up to a place that the test chooses, and then something else. num_right: for the next proposals."""
-
-    def __init__(self, rig: SchedulerRig, num_tokens: int) -> None:
-        self.num_right = 0
-        self._rig = rig
-        self._num_tokens = num_tokens
-
-    def propose(self, request_id: str, token_ids: list[int], max_tokens: int) -> list[int]:
-        """See core.drafter.Drafter."""
-        num_drafts = min(self._num_tokens, max_tokens)
-        start = self._rig.expected[request_id].start
-        num_output = len(token_ids) - len(start)
-        drafts = right_text(start, num_output + max(0, num_drafts))[num_output:]
-        return [token if place < self.num_right else token % 999 + 1 for place, token in enumerate(drafts)]
-
-    def forget(self, request_id: str) -> None:
-        """See core.drafter.Drafter."""
 
 
 class SchedulerRig:
@@ -131,7 +45,7 @@ class SchedulerRig:
         self.connector.register_kv_cache(self.memory)
         self.pool = WatchedPool(num_blocks, self.contents)
         self.kv = WatchedKV(self.pool, self.block_size, options.enable_prefix_caching)
-        self.kv.rig = self
+        self.kv.contents, self.kv.longest_prefix = self.contents, self.longest_prefix
         self.ledger = TransferLedger(
             self.connector if has_store else None,
             self.pool,
@@ -143,7 +57,7 @@ class SchedulerRig:
             save_timeout_s=options.kv_save_timeout_s,
             always_load=options.kv_load_policy == "always",
         )
-        self.drafter = GuessingDrafter(self, num_drafts) if num_drafts else None
+        self.drafter = GuessingDrafter(self.expected, num_drafts) if num_drafts else None
         self.scheduler = Scheduler(options, self.kv, self.ledger, self.clock, self.stats, self.drafter)
         self.namespace = fake_model(self.block_size, max_model_len).namespace
         self.steps = StepsInFlight(self.runner, self.clock, on_thread=False)
