@@ -368,7 +368,7 @@ class Scheduler:
                 finished = self._grammars.advance(request, sampled)
                 if finished is None and self._drafts is not None and not request.num_untold_tokens:
                     self._drafts.propose(request)
-                    self._grammars.keep_valid_drafts(request)
+                    finished = self._grammars.keep_valid_drafts(request)
             num_forced += self._grammars.report(request, output, len(sampled))
             if finished is not None:
                 output.finished[request_id] = finished
