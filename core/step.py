@@ -36,7 +36,7 @@ class StepPlan:
     new_block_ids holds blocks to append to the block table, for continuing requests that got some. draft_token_ids: guesses to
     verify, of those that have some; they are the last of the request's scheduled tokens. removed_request_ids
     (finished, aborted or preempted since the last plan) are dropped by the runner before anything else.
-    num_common_prefix_blocks: leading blocks shared by every request of the batch.
+    num_common_prefix_blocks: leading blocks shared by every request of the batch, at least; some may share more.
     """
 
     step_id: int

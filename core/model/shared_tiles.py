@@ -25,7 +25,7 @@ class CascadeRule:
     """
 
     min_requests: int = 2
-    min_saved_reads: int = 4
+    min_saved_reads: int = 2
 
 
 @dataclass(frozen=True, slots=True)
