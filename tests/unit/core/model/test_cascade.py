@@ -217,10 +217,13 @@ def test_sharing_request_within_the_prefix_shares_only_what_it_sees_whole() -> N
 
 
 def test_sharing_rule_leaves_small_groups_and_small_gains_alone() -> None:
-    tables = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 7, 8]]
-    assert sharing_of(tables, [2, 2, 2], CascadeRule(3, 0)).num_tiles == [1, 1, 1]
-    assert sharing_of(tables, [2, 2, 2], CascadeRule(2, 3)).num_tiles == [2, 2, 1]
-    assert sharing_of(tables, [2, 2, 2], CascadeRule(2, 4)).groups == []
+    tables = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [1, 2, 7, 8, 9, 9]]
+    assert sharing_of(tables, [3, 3, 3], CascadeRule(3, 0)).num_tiles == [1, 1, 1]
+    assert sharing_of(tables, [3, 3, 3], CascadeRule(2, 2)).num_tiles == [3, 3, 1]
+    assert sharing_of(tables, [2, 2, 3], CascadeRule(2, 2)).num_tiles == [1, 1, 1], "two requests would save one read"
+    assert sharing_of(tables, [3, 3, 3], CascadeRule(2, 3)).groups == [], "three have one tile in common"
+    assert sharing_of(tables[:2], [3, 3], CascadeRule(2, 3)).num_tiles == [3, 3]
+    assert sharing_of(tables[:2], [3, 2], CascadeRule(2, 3)).groups == []
 
 
 def test_sharing_blocks_known_to_be_common_are_not_looked_at() -> None:
