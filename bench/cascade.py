@@ -98,7 +98,7 @@ def measure(runners: dict[str, TorchModelRunner], cell: Cell, num_pairs: int, nu
     rule = CascadeRule()
     num_whole = cell.prefix_tokens // TILE_TOKENS
     group_size = cell.group_size or cell.num_requests
-    num_saved = num_whole * (group_size - 1) * (cell.num_requests // group_size)
+    num_saved = num_whole * (group_size - 1)
     return {
         "requests": cell.num_requests,
         "odd": cell.num_odd,

@@ -32,14 +32,14 @@ class NewRequest:
 class StepPlan:
     """One step's work.
 
-    num_scheduled_tokens is in batch order: {request_id: tokens to compute}, each from the request's num_computed_tokens on.
-    new_block_ids holds blocks to append to the block table, for continuing requests that got some. draft_token_ids: guesses to
-    verify, of those that have some; they are the last of the request's scheduled tokens. removed_request_ids
-    (finished, aborted or preempted since the last plan) are dropped by the runner before anything else.
-    forced_token_ids: tokens to append to what the runner knows of a request, which nobody sampled: its grammar left no choice.
-    token_masks: of requests with a grammar, for each row that is sampled; see GrammarMatcher.token_masks.
-    num_common_prefix_blocks: leading blocks shared by every request of the batch.
-    """
+        num_scheduled_tokens is in batch order: {request_id: tokens to compute}, each from the request's num_computed_tokens on.
+        new_block_ids holds blocks to append to the block table, for continuing requests that got some. draft_token_ids: guesses to
+        verify, of those that have some; they are the last of the request's scheduled tokens. removed_request_ids
+        (finished, aborted or preempted since the last plan) are dropped by the runner before anything else.
+            forced_token_ids: tokens to append to what the runner knows of a request, which nobody sampled: its grammar left no choice.
+        token_masks: of requests with a grammar, for each row that is sampled; see GrammarMatcher.token_masks.
+        num_common_prefix_blocks: leading blocks shared by every request of the batch, at least; some may share more.
+        """
 
     step_id: int
     num_scheduled_tokens: dict[str, int]

@@ -107,11 +107,11 @@ class TorchAttention(AttentionBackend):
             batch = slice(part.first_request * heads, (part.first_request + part.num_requests) * heads)
             scores = self._scores(query[batch], keys.transpose(1, 2), part.num_tiles)
             if part.is_hidden is not None:
-                partial = slice(part.first_partial * heads, None)
-                is_hidden = part.is_hidden.repeat_interleave(heads, 0)
-                scores[partial].masked_fill_(is_hidden[:, None, :], -torch.inf)
+                by_request = scores.view(num_tiles, heads, -1, self._tile_tokens)
+                by_request[part.first_partial :].masked_fill_(part.is_hidden[:, None, None, :], -torch.inf)
                 # What lies beyond the end is some other request's or nobody's: a NaN there would survive a weight of zero.
-                values[partial].masked_fill_(is_hidden[:, :, None], 0.0)
+                by_request = values.view(num_tiles, heads, self._tile_tokens, head_dim)
+                by_request[part.first_partial :].masked_fill_(part.is_hidden[:, None, :, None], 0.0)
             softmax.batch(batch).add_tiles(scores, values, part.num_tiles)
         return softmax.result().reshape(num_requests, heads * group, head_dim)
 
@@ -236,10 +236,11 @@ class _OnlineSoftmax(NamedTuple):
             before, after = maxima[:-1].flatten(0, 1), maxima[1:].flatten(0, 1)
         decays = (before - after).exp_()
         weights.sub_(after).exp_()
-        parts = (decays, weights.sum(-1, keepdim=True), torch.bmm(scores, values)[:, :num_rows])
-        for decay, total, weighted in zip(*(torch.split(part, batch) for part in parts), strict=True):
-            self.total.mul_(decay).add_(total)
-            self.weighted.mul_(decay).add_(weighted)
+        totals, products = weights.sum(-1, keepdim=True), torch.bmm(scores, values)
+        for first in range(0, num_tiles * batch, batch):
+            tile = slice(first, first + batch)
+            self.total.mul_(decays[tile]).add_(totals[tile])
+            self.weighted.mul_(decays[tile]).add_(products[tile, :num_rows])
         self.maximum.copy_(after[-batch:])
 
     def result(self) -> Tensor:

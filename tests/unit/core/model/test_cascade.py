@@ -55,6 +55,23 @@ class Mix:
         self.seq_lens.append(len(prefix) * self.block_size + num_own)
         self.num_tokens.append(num_tokens)
 
+    def add_request_within(self, prefix: list[int], num_tokens: int) -> None:
+        """It computes the last num_tokens of the prefix's tokens again, in the very blocks that others read."""
+        self.tables.append(prefix)
+        self.seq_lens.append(len(prefix) * self.block_size)
+        self.num_tokens.append(num_tokens)
+
+    def random_qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows for the batch. What is computed again is what was there."""
+        heads, kv_heads, head_dim = self.shape
+        num_rows = -(-sum(self.num_tokens) // 8) * 8
+        query, key, value = (torch.randn(num_rows, n, head_dim).to(self.dtype) for n in (heads, kv_heads, kv_heads))
+        slots = self.batch(0).slot_mapping
+        before = self.pool[slots // self.block_size, :, slots % self.block_size]
+        is_written = ~before.isnan().flatten(1).any(1)
+        key[: len(slots)][is_written], value[: len(slots)][is_written] = before[is_written].unbind(1)
+        return query, key, value
+
     @property
     def num_common_blocks(self) -> int:
         same = [len(set(column)) == 1 for column in zip(*self.tables, strict=False)]
@@ -98,8 +115,11 @@ def random_mix(seed: int) -> Mix:
         prefixes.append(rng.choice(prefixes) + mix.take(num_blocks * mix.block_size, num_blocks * mix.block_size))
     for _ in range(rng.randint(2, 8)):
         prefix = rng.choice(prefixes)
-        if rng.random() < 0.2:
+        if rng.random() < 0.3:
             prefix = prefix[: rng.randint(0, len(prefix))]
+        if prefix and rng.random() < 0.2:
+            mix.add_request_within(prefix, min(rng.choice((1, 2, 20, 200)), len(prefix) * mix.block_size))
+            continue
         mix.add_request(prefix, rng.choice((0, 5, mix.block_size, 70, 257)), rng.choice((1, 1, 1, 1, 2, 5, 40, 130, 270)))
     return mix
 
@@ -110,17 +130,15 @@ def test_attend_random_batches_sharing_leaves_every_bit(seeds: range) -> None:
     for seed in seeds:
         torch.manual_seed(seed)
         mix = random_mix(seed)
-        heads, kv_heads, head_dim = mix.shape
-        num_rows = -(-sum(mix.num_tokens) // 8) * 8
-        qkv = tuple(torch.randn(num_rows, n, head_dim).to(mix.dtype) for n in (heads, kv_heads, kv_heads))
-        expected, num_alone = mix.attend(qkv, NEVER)  # type: ignore[arg-type]
+        qkv = mix.random_qkv()
+        expected, num_alone = mix.attend(qkv, NEVER)
         known = mix.num_common_blocks
         for rule, num_common_blocks in ((ALWAYS, 0), (ALWAYS, known), (CascadeRule(3, 0), known // 2), (CascadeRule(), known)):
-            found, num_reads = mix.attend(qkv, rule, num_common_blocks)  # type: ignore[arg-type]
+            found, num_reads = mix.attend(qkv, rule, num_common_blocks)
             assert torch.equal(found, expected), f"seed {seed}, {rule}, {num_common_blocks} blocks known to be common"
             assert num_reads <= num_alone
             num_saved += num_alone - num_reads
-    assert num_saved > 20, "hardly anything was shared"
+    assert num_saved > 10, "hardly anything was shared"
 
 
 @pytest.mark.parametrize("num_requests", [3, 9, 70])
@@ -130,9 +148,9 @@ def test_attend_batch_over_one_prefix_reads_it_once(num_requests: int) -> None:
     prefix = mix.take(1104, 1104)  # four whole tiles, and more
     for index in range(num_requests):
         mix.add_request(prefix, index % 5, 1)
-    qkv = tuple(torch.randn(-(-num_requests // 8) * 8, n, 16).to(mix.dtype) for n in (6, 2, 2))
-    expected, num_alone = mix.attend(qkv, NEVER)  # type: ignore[arg-type]
-    found, num_reads = mix.attend(qkv, CascadeRule())  # type: ignore[arg-type]
+    qkv = mix.random_qkv()
+    expected, num_alone = mix.attend(qkv, NEVER)
+    found, num_reads = mix.attend(qkv, CascadeRule())
     assert torch.equal(found, expected)
     assert (num_alone, num_reads) == (5 * num_requests, 4 + num_requests)
 
@@ -199,10 +217,13 @@ def test_sharing_request_within_the_prefix_shares_only_what_it_sees_whole() -> N
 
 
 def test_sharing_rule_leaves_small_groups_and_small_gains_alone() -> None:
-    tables = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 7, 8]]
-    assert sharing_of(tables, [2, 2, 2], CascadeRule(3, 0)).num_tiles == [1, 1, 1]
-    assert sharing_of(tables, [2, 2, 2], CascadeRule(2, 3)).num_tiles == [2, 2, 1]
-    assert sharing_of(tables, [2, 2, 2], CascadeRule(2, 4)).groups == []
+    tables = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [1, 2, 7, 8, 9, 9]]
+    assert sharing_of(tables, [3, 3, 3], CascadeRule(3, 0)).num_tiles == [1, 1, 1]
+    assert sharing_of(tables, [3, 3, 3], CascadeRule(2, 2)).num_tiles == [3, 3, 1]
+    assert sharing_of(tables, [2, 2, 3], CascadeRule(2, 2)).num_tiles == [1, 1, 1], "two requests would save one read"
+    assert sharing_of(tables, [3, 3, 3], CascadeRule(2, 3)).groups == [], "three have one tile in common"
+    assert sharing_of(tables[:2], [3, 3], CascadeRule(2, 3)).num_tiles == [3, 3]
+    assert sharing_of(tables[:2], [3, 2], CascadeRule(2, 3)).groups == []
 
 
 def test_sharing_blocks_known_to_be_common_are_not_looked_at() -> None:

@@ -53,6 +53,22 @@ def test_batched_products_any_batch_and_multiple_of_eight_rows_same_bits() -> No
         for batch in (1, 2, 33):  # decoding: many requests' heads in one product
             many = torch.bmm(queries[:1, :8].expand(batch, -1, -1), keys[:1].expand(batch, -1, -1).transpose(1, 2))
             assert torch.equal(many, scores[:1, :8].expand(batch, -1, -1))
+        for start, num_rows in ((5, 8), (131, 96), (250, 128)):  # rows that share a tile with others: any place, any neighbours
+            rows = slice(start, start + num_rows)
+            assert torch.equal(torch.bmm(queries[:, rows], keys.transpose(1, 2)), scores[:, rows])
+            assert torch.equal(torch.bmm(weights[:, rows], values), sums[:, rows])
+
+
+def test_softmax_steps_on_some_rows_of_a_product_same_bits_as_on_all() -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(12, 8, 256)
+    for num_threads in THREADS:
+        torch.set_num_threads(num_threads)
+        for num_rows in (1, 3, 5):
+            some = scores.clone()[:, :num_rows]
+            assert torch.equal(some.amax(-1), scores.amax(-1)[:, :num_rows])
+            assert torch.equal(some.exp_(), scores.exp()[:, :num_rows])
+            assert torch.equal(some.sum(-1), scores.exp().sum(-1)[:, :num_rows])
 
 
 @pytest.mark.parametrize("width", [576, 1536, 1000, 100])
