@@ -24,6 +24,7 @@ _GAUGES = {
     "prompt_tokens_per_step": ("Prompt tokens computed in the last step.", "step_prompt_tokens"),
     "generation_tokens_per_step": ("Tokens sampled in the last step.", "step_generation_tokens"),
     "kv_transfers_in_flight": ("Transfers that the connector has not reported yet.", "num_transfers_in_flight"),
+    "adapters": ("LoRA adapters in memory.", "num_adapters"),
     "connector_circuit_open": ("1 while the store is not asked because it kept failing.", "circuit_is_open"),
     "store_reachable": ("0 while the store is known to be away: everything is a miss.", "store_is_reachable"),
     "store_bytes": ("Bytes of KV in the store, as far as this node knows.", "store_bytes"),
@@ -38,6 +39,7 @@ _COUNTERS = {
     "prefix_cache_hits": ("Tokens found in the local prefix cache, once per request.", "prefix_cache_hit_tokens"),
     "external_prefix_cache_queries": ("Tokens asked of the store after local hits, once per request.", "external_query_tokens"),
     "external_prefix_cache_hits": ("Tokens that a store supplied, once per request.", "external_hit_tokens"),
+    "adapter_loads": ("LoRA adapters that were read into memory.", "num_adapter_loads"),
     "store_evictions": ("Blocks that this node evicted from the store.", "store_evictions"),
 }
 # name -> (help, attribute holding a dict, label of the dict's key)

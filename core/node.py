@@ -28,7 +28,7 @@ from core.metrics import engine_metric_families
 from core.node_core import NodeCore, NodeIdentity, model_info
 from core.node_link import NodeLink
 from core.stats import EngineStats
-from core.step import ModelRunner
+from core.step import AdapterStore, ModelRunner
 from core.wire import messages
 from core.wire.curve import NODE, load_keys
 
@@ -56,10 +56,11 @@ class NodeServer:
         connector: KVConnector | None,
         *,
         num_blocks: int | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         options = config.node
         num_blocks = connector_memory.num_blocks if num_blocks is None else num_blocks
-        engine = EngineCore(config.engine, model, num_blocks, runner, connector, MonotonicClock())
+        engine = EngineCore(config.engine, model, num_blocks, runner, connector, MonotonicClock(), adapters)
         self._options = options
         self._is_stopping = False
         self._last_publish_s = float("-inf")

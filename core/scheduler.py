@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
+from core.adapter_gate import AdapterGate
 from core.blocks_in_progress import BlocksInProgress
 from core.clock import Clock
 from core.config import EngineOptions
@@ -37,13 +38,21 @@ class Scheduler:
     """Owns every request's state from add_request to its end."""
 
     def __init__(
-        self, options: EngineOptions, kv: KVCacheManager, ledger: TransferLedger, clock: Clock, stats: EngineStats
+        self,
+        options: EngineOptions,
+        kv: KVCacheManager,
+        ledger: TransferLedger,
+        clock: Clock,
+        stats: EngineStats,
+        adapters: AdapterGate | None = None,
     ) -> None:
+        """adapters None: no request has one."""
         self._options = options
         self._kv = kv
         self._ledger = ledger
         self._clock = clock
         self._stats = stats
+        self._adapters = adapters or AdapterGate(None, 0, 0, 0)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self._waiting = WaitingQueue()
@@ -126,12 +135,18 @@ class Scheduler:
             budget -= num_tokens
             index += 1
 
+        if self._adapters.has_released:
+            self._unpark()
         stepped_aside: list[Request] = []
         max_num_seqs = self._options.max_num_seqs  # also bounds how many may step aside: a step must not look at a long queue
         while not preempted and budget > 0 and len(self.running) < max_num_seqs and len(stepped_aside) < max_num_seqs:
             waiting = self._waiting.pop()
             if waiting is None:
                 break
+            if waiting.adapter and not self._adapters.may_start(waiting):
+                transition(waiting, RequestStatus.PARKED)
+                self._adapters.park(waiting)
+                continue
             limit = min(budget, chunk_limit)
             admission, num_tokens = self._try_admit(waiting, limit if self._options.enable_chunked_prefill else budget, output)
             if admission is _Admission.ADMITTED:
@@ -145,6 +160,7 @@ class Scheduler:
                         waiting.num_computed_tokens,
                         waiting.block_ids,
                         waiting.sampling,
+                        waiting.adapter,
                     )
                 )
             elif admission is _Admission.UNDECIDED:
@@ -267,6 +283,8 @@ class Scheduler:
             return _Admission.NO_ROOM, 0
         transition(request, RequestStatus.RUNNING)
         self.running.append(request)
+        if request.adapter:
+            self._adapters.start(request)
         self._is_batch_changed = True
         request.num_computed_tokens = num_hit_tokens
         self._in_progress.announce_next(request)
@@ -328,6 +346,12 @@ class Scheduler:
         self._wait_for_transfer(request, transfer_id)
         return _Admission.LOADING
 
+    def _unpark(self) -> None:
+        """Requests whose adapters may have a place now go back to theirs in the queue."""
+        for request in self._adapters.take_released():
+            transition(request, RequestStatus.WAITING)
+            self._waiting.push(request)
+
     def _wait_for_transfer(self, request: Request, transfer_id: int) -> None:
         transition(request, RequestStatus.LOADING)
         self._loading.setdefault(transfer_id, []).append(request)
@@ -364,6 +388,8 @@ class Scheduler:
         """Take a running request's blocks; it starts over from what the prefix cache then still has."""
         self.running.remove(request)
         self._kv.release(request)
+        if request.adapter:
+            self._adapters.end(request)
         self._in_progress.withdraw(request)
         request.num_computed_tokens = 0
         request.prompt_logprobs = []
@@ -396,7 +422,11 @@ class Scheduler:
         transition(request, RequestStatus.FINISHED)
         if was is RequestStatus.WAITING:
             self._waiting.drop_one()
+        elif was is RequestStatus.PARKED:
+            self._adapters.discard(request)
         elif was is RequestStatus.RUNNING:
+            if request.adapter:
+                self._adapters.end(request)
             self._is_batch_changed = True
             self._finished_request_ids.append(request.request_id)
         self._kv.release(request)
@@ -422,8 +452,8 @@ class Scheduler:
     # -- what is going on ----------------------------------------------------------------------------------------------
     @property
     def num_waiting(self) -> int:
-        """Requests that are queued and not loading."""
-        return len(self._waiting)
+        """Requests that are queued or parked, and not loading."""
+        return len(self._waiting) + self._adapters.num_parked
 
     @property
     def num_loading(self) -> int:
@@ -435,13 +465,17 @@ class Scheduler:
         stats, pool = self._stats, self._kv.pool
         num_loading = self.num_loading if self._loading else 0
         stats.num_running = len(self.running)
-        stats.num_waiting = len(self._waiting) + num_loading
+        num_parked, first_parked = self._adapters.num_parked, self._adapters.first_parked
+        stats.num_waiting = len(self._waiting) + num_parked + num_loading
         stats.waiting_by_reason = {
             "capacity": len(self._waiting) - self._num_undecided,
             "loading": num_loading,
             "constraint": self._num_undecided,
+            "lora": num_parked,
         }
         oldest_s = self._waiting.oldest_arrival_s()
+        if first_parked is not None and (oldest_s is None or first_parked.arrival_s < oldest_s):
+            oldest_s = first_parked.arrival_s
         stats.oldest_waiting_age_s = 0.0 if oldest_s is None else self._clock.now_s() - oldest_s
         stats.num_blocks_total = pool.num_blocks
         stats.num_blocks_free = pool.num_free

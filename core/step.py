@@ -26,6 +26,7 @@ class NewRequest:
     num_computed_tokens: int
     block_ids: list[int]
     sampling: SamplingParams
+    adapter: str = ""  # see Request.adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,4 +91,31 @@ class ModelRunner(Protocol):
 
         An empty plan (no scheduled tokens) is allowed and only drops removed requests.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """A load that has ended. error: why the adapter is not in memory now; "" when it is."""
+
+    adapter: str
+    error: str = ""
+
+
+class AdapterStore(Protocol):
+    """The model's adapters in memory. Called from the step thread alone; a runner is only given adapters that are here."""
+
+    def start_load(self, adapter: str, path: str) -> None:
+        """Begin to bring an adapter (its content's fingerprint, in hexadecimal digits) from its folder. Returns at once.
+
+        What the folder holds must be what the fingerprint says, else the load ends with an error.
+        """
+        ...
+
+    def poll_loads(self) -> list[AdapterLoad]:
+        """Loads that have ended since the last call: one for each start_load. From here on a loaded adapter can be used."""
+        ...
+
+    def drop(self, adapter: str) -> None:
+        """Give an adapter's memory back; no running request uses it. Unknown ones are ignored."""
         ...

@@ -17,7 +17,14 @@ def compose(config: Config) -> NodeServer:
     loaded = load_model(config.model, config.engine)
     connector = create_connector(config.connector.name, config.connector.options, MonotonicClock(), loaded.open_copies)
     return NodeServer(
-        config, "decode", loaded.model, loaded.connector_memory, loaded.runner, connector, num_blocks=loaded.num_blocks
+        config,
+        "decode",
+        loaded.model,
+        loaded.connector_memory,
+        loaded.runner,
+        connector,
+        num_blocks=loaded.num_blocks,
+        adapters=loaded.runner.adapters,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.adapter_files import Adapter
 from core.sampling_params import SamplingParams
 from core.step import TokenLogprob
 from core.wire.messages import Generate
@@ -18,6 +19,7 @@ class RequestSpec:
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    adapter: Adapter | None = None
     client_request_id: str = ""  # what the client calls it: shown to people, never an identity
 
 

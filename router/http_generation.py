@@ -112,6 +112,7 @@ class Generation:
                         sampling=sampling,
                         priority=plan.priority,
                         cache_salt=plan.cache_salt,
+                        adapter=plan.adapter,
                         client_request_id=client_request_id,
                     )
                 )
@@ -186,8 +187,9 @@ class GenerationEndpoints:
                 "prompt", f"{len(parts)} prompts x n {plan.num_choices}", f"at most {limits.max_choices} choices"
             )
         prompts = [await self._prompt(part, parsed.add_special_tokens is not False) for part in parts]
+        plan = self._with_adapter(plan, parsed.model, limits)
         answers = CompletionAnswers(
-            f"cmpl-{request.state.request_id}", int(time.time()), limits.served_names[0], plan, self._tokenizer
+            f"cmpl-{request.state.request_id}", int(time.time()), _model_name(plan, limits), plan, self._tokenizer
         )
         generation = Generation(self._core, self._tokenizer, limits, plan, prompts, request.state.request_id)
         return await self._answer(request, generation, answers)
@@ -205,8 +207,9 @@ class GenerationEndpoints:
             add_special_tokens=bool(parsed.add_special_tokens),
             extra=parsed.chat_template_kwargs,
         )
+        plan = self._with_adapter(plan, parsed.model, limits)
         answers = ChatAnswers(
-            f"chatcmpl-{request.state.request_id}", int(time.time()), limits.served_names[0], plan, self._tokenizer
+            f"chatcmpl-{request.state.request_id}", int(time.time()), _model_name(plan, limits), plan, self._tokenizer
         )
         generation = Generation(self._core, self._tokenizer, limits, plan, [Prompt(token_ids, None)], request.state.request_id)
         return await self._answer(request, generation, answers)
@@ -262,6 +265,16 @@ class GenerationEndpoints:
             return Prompt(part, None)
         return Prompt(await self.encode(part, add_special_tokens), part)
 
+    def _with_adapter(self, plan: GenerationPlan, model: str | None, limits: ModelLimits) -> GenerationPlan:
+        """The plan with what the model's name means now. Last before submitting: from then on the adapter is kept for it.
+
+        Raises UnknownModelError when the name was an adapter's that has been unloaded since it was checked.
+        """
+        if model is None or model in limits.served_names:
+            return plan
+        check_model_name(model, self._limits())
+        return replace(plan, adapter=self._core.adapters.find(model))
+
     async def _answer(self, request: Request, generation: Generation, answers: AnswerFormat) -> Response:
         watcher = asyncio.create_task(_watch_client(request, generation))
         is_handed_over = False
@@ -309,6 +322,11 @@ class EventStreamResponse(Response):
         finally:
             self._generation.cancel()
             self._watcher.cancel()
+
+
+def _model_name(plan: GenerationPlan, limits: ModelLimits) -> str:
+    """What the answer says whose it is."""
+    return plan.adapter.name if plan.adapter is not None else limits.served_names[0]
 
 
 def _kept_apart(plan: GenerationPlan, request: Request) -> GenerationPlan:

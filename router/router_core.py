@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from core.adapter_files import Adapter
 from core.clock import Clock
 from core.config import RouterOptions
 from core.errors import OverloadedError
@@ -19,22 +20,26 @@ from core.wire.messages import (
     MAX_KV_SOURCES,
     MAX_TEXT_CHARS,
     Abort,
+    AdapterReply,
     AuditReply,
     AuditRequest,
     Drain,
     Heartbeat,
+    LoadAdapter,
     NodeMessage,
     Ping,
     Register,
     RegisterAgain,
     RegisterReply,
     RouterMessage,
+    UnloadAdapter,
     Updates,
     decode_node_message,
     encode,
 )
 from core.wire.numbering import Arrival
 from core.wire.warning_limit import WarningLimit
+from router.adapters import AdapterRegistry, AdapterRound
 from router.flow_actions import Action, Count, Deliver, Dispatch, Fail, Release, RequestSpec
 from router.metrics import RouterMetrics
 from router.policy import Placer
@@ -92,6 +97,7 @@ class RouterCore:
         """id_prefix: differs for every start of a router, so that nodes never see an id twice. Raises ConfigError."""
         self.registry = NodeRegistry(options.heartbeat_timeout_s, options.step_stall_timeout_s)
         self.audits: dict[int, AuditRound] = {}
+        self.adapters = AdapterRegistry()
         self._options = options
         self._clock = clock
         self._send_to = send
@@ -134,6 +140,8 @@ class RouterCore:
         tracked = _Tracked(RequestFlow(spec, self._options, self._placer, now_s), sink)
         assert spec.request_id not in self._tracked, f"request id {spec.request_id} is in use"
         self._tracked[spec.request_id] = tracked
+        if spec.adapter is not None:
+            self.adapters.use(spec.adapter)
         self._metrics.prompt_tokens.observe(len(spec.prompt_token_ids))
         self._guarded(tracked, lambda flow: flow.start(now_s))
         self._metrics.routing_decision.observe(self._clock.now_s() - now_s)
@@ -183,6 +191,9 @@ class RouterCore:
             self._handle_heartbeat(identity, message, now_s)
         elif isinstance(message, Register):
             self._handle_register(identity, message, now_s)
+        elif isinstance(message, AdapterReply):
+            if (node := self.registry.node_of(identity)) is not None and not self.adapters.take_reply(node.node_id, message):
+                logger.warning("node %s cannot serve an adapter: %s", node.node_id, message.error)
         else:
             round_ = self.audits.get(message.audit_id)
             node = self.registry.node_of(identity)
@@ -245,6 +256,36 @@ class RouterCore:
         self._handle_lost()
         return round_
 
+    # -- adapters ------------------------------------------------------------------------------------------------------
+    def start_adapter_load(self, adapter: Adapter) -> AdapterRound:
+        """Tell all connected nodes of an adapter; the caller ends the round with end_adapter_load."""
+        nodes = self.registry.connected()
+        round_ = self.adapters.start_round(adapter, {node.node_id for node in nodes})
+        for node in nodes:
+            self._send(node, _load_message(adapter))
+        self._handle_lost()
+        return round_
+
+    def end_adapter_load(self, round_: AdapterRound, *, is_accepted: bool) -> None:
+        """From now on requests that name the adapter get it, in place of what had the name before; or it is given up."""
+        self.adapters.end_round(round_)
+        if is_accepted:
+            self._unload(self.adapters.bind(round_.adapter))
+        self._unload(self.adapters.release(round_.adapter))
+
+    def unload_adapter(self, name: str) -> bool:
+        """New requests can no longer name it; those in flight keep it. False when no adapter has that name."""
+        if self.adapters.find(name) is None:
+            return False
+        self._unload(self.adapters.unbind(name))
+        return True
+
+    def _unload(self, unused: Adapter | None) -> None:
+        for node in self.registry.connected() if unused is not None else ():
+            assert unused is not None
+            self._send(node, UnloadAdapter(unused.fingerprint))
+        self._handle_lost()
+
     # -- inside: messages ----------------------------------------------------------------------------------------------
     def _handle_register(self, identity: bytes, message: Register, now_s: float) -> None:
         old = self.registry.nodes.get(message.node_id)
@@ -262,6 +303,8 @@ class RouterCore:
         if others:  # allowed, but it computes again what the others have
             logger.warning("node %s has the store %s, others %s", message.node_id, message.connector, ", ".join(sorted(others)))
         lost = _LostNode(message.node_id, "registered again without its requests", is_death)
+        for adapter in self.adapters.known():
+            self._send(self.registry.nodes[message.node_id], _load_message(adapter))
         self._fail_over(lost, outcome.lost_request_ids, now_s)
         if self.registry.nodes[message.node_id].drain_deadline_s is not None:
             self._send(self.registry.nodes[message.node_id], Drain())  # the first one may have been lost
@@ -330,6 +373,7 @@ class RouterCore:
                     wire_ids = self.registry.mark_down(node_id, reason)
                     for round_ in self.audits.values():
                         round_.missing.discard(node_id)
+                    self.adapters.forget_node(node_id)
                     self._fail_over(lost, wire_ids, self._clock.now_s())
         finally:
             self._is_handling_lost = False
@@ -342,7 +386,7 @@ class RouterCore:
         except Exception as error:
             request_id = tracked.flow.spec.request_id
             logger.exception("request %s failed in the router", request_id)
-            self._tracked.pop(request_id, None)
+            self._forget(tracked)
             if (attempt := tracked.flow.attempt) is not None:
                 self.registry.end_dispatch(attempt.node_id, attempt.wire_id)
             self._metrics.request_errors.labels("internal").inc()
@@ -368,7 +412,12 @@ class RouterCore:
                 case Count():
                     self._count(action)
         if tracked.flow.is_done:
-            self._tracked.pop(tracked.flow.spec.request_id, None)
+            self._forget(tracked)
+
+    def _forget(self, tracked: _Tracked) -> None:
+        spec = tracked.flow.spec
+        if self._tracked.pop(spec.request_id, None) is not None and spec.adapter is not None:
+            self._unload(self.adapters.release(spec.adapter))
 
     def _dispatch(self, tracked: _Tracked, action: Dispatch) -> None:
         message = action.message
@@ -436,6 +485,10 @@ class RouterCore:
                 self._metrics.time_per_output_token.observe((tracked.last_token_s - tracked.first_token_s) / (num_tokens - 1))
 
 
+def _load_message(adapter: Adapter) -> LoadAdapter:
+    return LoadAdapter(name=adapter.name, fingerprint=adapter.fingerprint, path=adapter.path)
+
+
 def _request_body(flow: RequestFlow, now_s: float) -> dict[str, object]:
     return {
         "request_id": flow.spec.client_request_id,
@@ -443,6 +496,7 @@ def _request_body(flow: RequestFlow, now_s: float) -> dict[str, object]:
         "phase": flow.phase.value,
         "node_id": flow.attempt.node_id if flow.attempt is not None else "",
         "age_s": round(now_s - flow.arrival_s, 3),
+        "adapter": flow.spec.adapter.name if flow.spec.adapter is not None else "",
         "num_prompt_tokens": len(flow.spec.prompt_token_ids),
         "num_output_tokens": len(flow.output_token_ids),
         "num_dispatches": flow.num_dispatches,
