@@ -33,7 +33,7 @@ class EngineBench:
         if connector is not None:
             connector.register_kv_cache(self.pool)
         model = fake_model(block_size, max_model_len or num_blocks * block_size)
-        self.engine = EngineCore(self.options, model, num_blocks, self.runner, connector, self.clock)
+        self.engine = EngineCore(self.options, model, num_blocks, self.runner, connector, self.clock, self.runner.adapters)
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, FinishedRequest] = {}
         self.prefill_done: list[str] = []
