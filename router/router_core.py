@@ -192,8 +192,10 @@ class RouterCore:
         elif isinstance(message, Register):
             self._handle_register(identity, message, now_s)
         elif isinstance(message, AdapterReply):
-            if (node := self.registry.node_of(identity)) is not None and not self.adapters.take_reply(node.node_id, message):
-                logger.warning("node %s cannot serve an adapter: %s", node.node_id, message.error)
+            node = self.registry.node_of(identity)
+            if node is not None and not self.adapters.take_reply(node.node_id, message):
+                if num := self._refusals.count(identity, now_s):
+                    logger.warning("node %s cannot serve an adapter: %s (%d such)", node.node_id, message.error, num)
         else:
             round_ = self.audits.get(message.audit_id)
             node = self.registry.node_of(identity)

@@ -24,6 +24,7 @@ Text = Annotated[str, Meta(max_length=4096)]  # whoever sends free text cuts it 
 MAX_TEXT_CHARS = 2000
 MAX_KV_SOURCES = 8
 Fingerprint = Annotated[bytes, Meta(max_length=64)]
+AdapterFingerprint = Annotated[bytes, Meta(min_length=16, max_length=16)]
 FolderPath = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0)]
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -130,7 +131,7 @@ class AuditReply(msgspec.Struct, tag="audit_reply", frozen=True, kw_only=True):
 class AdapterReply(msgspec.Struct, tag="adapter_reply", frozen=True):
     """Outcome of a LoadAdapter. error: why requests for that adapter will fail on this node; "" when it has it."""
 
-    fingerprint: Fingerprint
+    fingerprint: AdapterFingerprint
     error: Text = ""
 
 
@@ -197,14 +198,14 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True, kw_only=True)
     """
 
     name: Label
-    fingerprint: Fingerprint
+    fingerprint: AdapterFingerprint
     path: FolderPath
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
     """No request will name this adapter any more."""
 
-    fingerprint: Fingerprint
+    fingerprint: AdapterFingerprint
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
