@@ -193,9 +193,9 @@ class RouterCore:
             self._handle_register(identity, message, now_s)
         elif isinstance(message, AdapterReply):
             node = self.registry.node_of(identity)
-            if node is not None and not self.adapters.take_reply(node.node_id, message):
-                if num := self._refusals.count(identity, now_s):
-                    logger.warning("node %s cannot serve an adapter: %s (%d such)", node.node_id, message.error, num)
+            is_news = node is not None and not self.adapters.take_reply(node.node_id, message)
+            if is_news and (num := self._refusals.count(identity, now_s)):
+                logger.warning("node %r cannot serve an adapter: %s (%d such)", identity, message.error, num)
         else:
             round_ = self.audits.get(message.audit_id)
             node = self.registry.node_of(identity)
