@@ -119,6 +119,10 @@ class AdapterGate:
         if not self._is_first(request):
             self._num_passes += 1
 
+    def find(self, adapter: str) -> object:
+        """What the runner is to be given for a request that starts; None without an adapter."""
+        return self._store.find(adapter) if adapter and self._store is not None else None
+
     def end(self, request: Request) -> None:
         """It does not run any more: it ended, or was preempted."""
         adapter = request.adapter

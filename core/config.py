@@ -61,9 +61,12 @@ class EngineOptions:
     """One engine. kv_pool_mib sizes the pool unless num_blocks is set. long_prefill_token_threshold 0: no cap on a chunk.
 
     policy: fcfs or priority (lower value first, then earlier arrival). save_decode_blocks: store blocks that fill while
-    decoding, so that a request can move to another node by a prefix hit. kv_load_policy: auto loads KV from the store when that
-    is predicted to be faster than computing it, always does not ask. num_threads 0: what torch chooses. device: where weights and
-    KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory through which KV passes between a CUDA device and the store.
+    decoding, so that a request can move to another node by a prefix hit. overlap_steps: on, off or auto: schedule a step while
+    the one before it runs. num_speculative_tokens: drafts to verify per request and step, 0: none; then steps do not overlap.
+    They are what followed the last prompt_lookup_max (or fewer, down to prompt_lookup_min) tokens before. kv_load_policy: auto
+    loads KV from the store when that is predicted to be faster than computing it, always does not ask. num_threads 0: what torch
+    chooses. device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory through which KV passes
+    between a CUDA device and the store.
     max_loras: LoRA adapters among the requests of one step (0: none are served); max_cpu_loras: adapters kept in memory, beyond
     which the one used longest ago is dropped, to be read again; max_lora_rank: of one adapter.
     """
@@ -79,6 +82,10 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     policy: str = "fcfs"
     save_decode_blocks: bool = True
+    overlap_steps: str = "auto"
+    num_speculative_tokens: int = 0
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
     kv_load_policy: str = "auto"
     num_threads: int = 0
     device: str = "cpu"
@@ -105,6 +112,11 @@ class EngineOptions:
         )
         _check(1 <= self.max_lora_rank <= 1024, "engine.max_lora_rank", self.max_lora_rank, "1 to 1024")
         _check(self.policy in ("fcfs", "priority"), "engine.policy", self.policy, "fcfs or priority")
+        _check(self.overlap_steps in ("auto", "on", "off"), "engine.overlap_steps", self.overlap_steps, "auto, on or off")
+        drafted, longest, shortest = self.num_speculative_tokens, self.prompt_lookup_max, self.prompt_lookup_min
+        _check(0 <= drafted <= 32, "engine.num_speculative_tokens", drafted, "0 to 32")
+        _check(1 <= longest <= 32, "engine.prompt_lookup_max", longest, "1 to 32")
+        _check(1 <= shortest <= longest, "engine.prompt_lookup_min", shortest, f"1 to engine.prompt_lookup_max ({longest})")
         _check(self.kv_load_policy in ("auto", "always"), "engine.kv_load_policy", self.kv_load_policy, "auto or always")
         _check(
             self.max_num_batched_tokens >= self.max_num_seqs,
@@ -112,6 +124,11 @@ class EngineOptions:
             self.max_num_batched_tokens,
             f"at least engine.max_num_seqs ({self.max_num_seqs}), so that every running request gets a token a step",
         )
+
+    @property
+    def overlaps_steps(self) -> bool:
+        """auto: where the model does not compute on the cores that schedule."""
+        return self.overlap_steps == "on" or (self.overlap_steps == "auto" and self.device != "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

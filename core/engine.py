@@ -1,13 +1,12 @@
 """One engine: scheduler, KV manager, ledger and model runner, advanced by step().
 
-Everything that touches the outside world (runner, connector, clock) is passed in. No threads, no sockets: whoever owns the
-engine calls it from one thread.
+Everything that touches the outside world (runner, connector, clock) is passed in. No sockets; whoever owns the engine calls it
+from one thread. Where steps overlap, the model runs on another, while this one schedules the next step.
 """
 
 from __future__ import annotations
 
 import heapq
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from core.adapter_gate import AdapterGate
 from core.clock import Clock
 from core.config import EngineOptions
+from core.drafter import Drafter, create_drafter
 from core.engine_model import EngineModel
 from core.errors import ConfigError, InvalidInputError, OverloadedError
 from core.kv.block_pool import BlockPool
@@ -25,10 +25,10 @@ from core.request import FinishReason, Request, RequestStage, RequestStatus
 from core.sampling_params import SamplingParams
 from core.scheduler import Scheduler
 from core.stats import EngineStats
-from core.step import AdapterStore, ModelRunner, StepPlan, StepResult
+from core.step import AdapterStore, ModelRunner, StepPlan
 from core.step_output import FinishedRequest, StepOutput
+from core.steps_in_flight import StepOutcome, StepsInFlight
 
-_logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1.0
 _MAX_HANDOFF_WAIT_S = 0.05  # per handoff, once
 
@@ -60,9 +60,15 @@ class EngineCore:
         runner: ModelRunner,
         connector: KVConnector | None,
         clock: Clock,
+        *,
+        drafter: Drafter | None = None,
         adapters: AdapterStore | None = None,
+        has_model_thread: bool = False,
     ) -> None:
-        """adapters: where the runner finds them; None: the model is served as it is."""
+        """drafter: instead of the one that the options name. adapters: the runner's; None: it takes none. has_model_thread: the
+        runner is called on a thread of its own, so that steps that overlap do so in time; else the runner is called when a result
+        is asked for.
+        """
         if num_blocks * options.block_size < model.max_model_len:
             raise ConfigError(
                 "engine.num_blocks",
@@ -74,7 +80,6 @@ class EngineCore:
         self.model = model
         self.stats = EngineStats()
         self._clock = clock
-        self._runner = runner
         self._connector = connector
         self._pool = BlockPool(num_blocks)
         self._kv = KVCacheManager(self._pool, options.block_size, options.enable_prefix_caching)
@@ -90,7 +95,10 @@ class EngineCore:
             always_load=options.kv_load_policy == "always",
         )
         self.adapters = AdapterGate(adapters, options.max_loras, options.max_cpu_loras, max_passes=options.max_num_seqs)
-        self._scheduler = Scheduler(options, self._kv, self._ledger, clock, self.stats, self.adapters)
+        drafter = drafter or create_drafter(options)
+        self._scheduler = Scheduler(options, self._kv, self._ledger, clock, self.stats, drafter, self.adapters)
+        self._steps = StepsInFlight(runner, clock, on_thread=has_model_thread)
+        self._news = StepOutput()  # of steps that were finished outside step()
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of ended requests are skipped
         self._handoffs: dict[str, _Handoff] = {}
 
@@ -183,36 +191,69 @@ class EngineCore:
 
     # -- stepping ------------------------------------------------------------------------------------------------------
     def has_work(self) -> bool:
-        """True while a step could bring news: a request is here, or a transfer or an adapter is on its way."""
-        return bool(self._scheduler.requests or self._ledger.num_in_flight or self._handoffs or self.adapters.has_news)
+        """True while a step could bring news: a request is here, or a step, a transfer or an adapter is on its way."""
+        is_busy = self._steps or self._ledger.num_in_flight or self._handoffs or self.adapters.has_news
+        return bool(self._scheduler.requests or is_busy)
 
     def step(self) -> StepOutput:
-        """Settle ended transfers, schedule, run the model once if there is anything to compute, and apply the result."""
-        output = StepOutput()
-        stats = self.stats
+        """Settle ended transfers, schedule a step if there is anything to compute, and apply the result of one.
+
+        Where steps overlap, that is the result of the step before: the next one is scheduled while it runs.
+        """
+        output, self._news = self._news, StepOutput()
         started_s = self._clock.now_s()
         self._expire(started_s, output)
         if self.adapters.has_news:
             self._settle_adapters(output)
         self._settle_transfers()
-        plan = self._scheduler.schedule(output)
-        scheduled_s = self._clock.now_s()
-        num_tokens = output.num_tokens
-        stats.step_prompt_tokens = stats.step_generation_tokens = 0
-        if num_tokens or plan.removed_request_ids:
-            is_mostly_prompt = num_tokens > 2 * len(plan.num_scheduled_tokens)  # says what recomputing costs
-            num_attended = self._num_attended(plan) if is_mostly_prompt else 0.0
-            result = self._execute(plan, output)
-            executed_s = self._clock.now_s()
-            if result is not None and num_tokens:
-                self._scheduler.update_from_output(plan, result, output)
-                stats.step_prompt_tokens = max(0, num_tokens - stats.step_generation_tokens)
-                if is_mostly_prompt:
-                    self._ledger.cost.observe_prefill(num_tokens, num_attended, executed_s - scheduled_s)
-            self._record_step_time(started_s, scheduled_s, executed_s)
+        self.stats.step_prompt_tokens = self.stats.step_generation_tokens = 0
+        has_begun = False
+        if self._may_schedule():
+            plan = self._scheduler.schedule(output)
+            has_begun = bool(plan.num_total_tokens or plan.removed_request_ids)
+            if has_begun:
+                self._steps.begin(plan, self._num_attended(plan) if _is_mostly_prompt(plan) else 0.0)
+            self._add_step_seconds("schedule", self._clock.now_s() - started_s)
+        if self._steps and not (has_begun and self._may_schedule()):
+            self._finish_step(output)
         self._report_handoffs(output)
         self._record_step_gauges()
         return output
+
+    def _may_schedule(self) -> bool:
+        """Whether the next step need not wait for the results of those in flight."""
+        scheduler = self._scheduler
+        return not self._steps or not (len(self._steps) > 1 or scheduler.needs_last_tokens or scheduler.must_settle)
+
+    def _finish_step(self, output: StepOutput) -> None:
+        """Wait for the oldest step in flight and apply its result."""
+        outcome = self._steps.finish()
+        finished_s = self._clock.now_s()
+        plan, num_tokens = outcome.plan, outcome.plan.num_total_tokens
+        output.num_tokens = max(output.num_tokens, num_tokens)
+        if outcome.result is None:
+            self._fail_steps(outcome, output)
+        elif num_tokens:
+            self._scheduler.update_from_output(plan, outcome.result, output)
+            self.stats.step_prompt_tokens = max(0, num_tokens - self.stats.step_generation_tokens)
+            if _is_mostly_prompt(plan):
+                self._ledger.cost.observe_prefill(num_tokens, outcome.num_attended, outcome.duration_s)
+        self._add_step_seconds("execute", outcome.duration_s)
+        self._add_step_seconds("update", self._clock.now_s() - finished_s)
+        self.stats.num_steps += 1
+
+    def _fail_steps(self, failed: StepOutcome, output: StepOutput) -> None:
+        """Those in flight after a failed one build on it, and were skipped."""
+        outcomes = [failed]
+        while self._steps:
+            outcomes.append(self._steps.finish())
+        for outcome in outcomes:
+            if not outcome.plan.num_total_tokens:
+                continue
+            if outcome.was_skipped:
+                self._scheduler.undo_step(outcome.plan)
+            else:
+                self._scheduler.fail_step(outcome.plan, outcome.error, output)
 
     def settle(self) -> StepOutput:
         """Settle ended transfers without computing anything: what they brought, prompts handed over above all."""
@@ -230,17 +271,6 @@ class EngineCore:
         if not ended_s:
             return 0.0
         return max(0.0, max(ended_s) + _MAX_HANDOFF_WAIT_S - self._clock.now_s())
-
-    def _execute(self, plan: StepPlan, output: StepOutput) -> StepResult | None:
-        """The process's one broad except: a step that the model cannot compute fails its requests, not the engine."""
-        try:
-            return self._runner.execute(plan)
-        except AssertionError:
-            raise
-        except Exception as error:
-            _logger.exception("step %d failed with %d requests", plan.step_id, len(plan.num_scheduled_tokens))
-            self._scheduler.fail_step(plan, f"the model runner failed: {error}", output)
-            return None
 
     def _num_attended(self, plan: StepPlan) -> float:
         """The sum of the positions of all tokens of a step: what attention has to look at."""
@@ -283,15 +313,8 @@ class EngineCore:
                 del self._handoffs[request_id]
                 output.prefill_done.append(request_id)
 
-    def _record_step_time(self, started_s: float, scheduled_s: float, executed_s: float) -> None:
-        seconds = self.stats.step_seconds
-        for phase, duration_s in (
-            ("schedule", scheduled_s - started_s),
-            ("execute", executed_s - scheduled_s),
-            ("update", self._clock.now_s() - executed_s),
-        ):
-            seconds[phase] = seconds.get(phase, 0.0) + duration_s
-        self.stats.num_steps += 1
+    def _add_step_seconds(self, phase: str, duration_s: float) -> None:
+        self.stats.step_seconds[phase] = self.stats.step_seconds.get(phase, 0.0) + duration_s
 
     # -- health --------------------------------------------------------------------------------------------------------
     def num_waiting_tokens(self) -> int:
@@ -318,7 +341,7 @@ class EngineCore:
         self.stats.num_transfers_in_flight = self._ledger.num_in_flight
 
     def audit(self) -> Audit:
-        """Account for every block reference: each belongs to a request's table or to a transfer, else it leaked."""
+        """Account for every block reference: each belongs to a request's table, a transfer or a step, else it leaked."""
         requests = self._scheduler.requests.values()
         num_table_references = sum(len(request.block_ids) for request in requests)
         counts = {
@@ -326,6 +349,8 @@ class EngineCore:
             "blocks_used": self._pool.num_blocks - self._pool.num_free,
             "block_references": self._pool.num_references(),
             "request_references": num_table_references,
+            "fenced_references": self._kv.num_fenced_references,
+            "steps_in_flight": len(self._steps),
             "transfer_pins": self._ledger.num_pins,
             "transfers_in_flight": self._ledger.num_in_flight,
             "transfers_overdue": self._ledger.num_overdue,
@@ -333,9 +358,9 @@ class EngineCore:
             "store_open_references": self._connector.stats().num_open_references if self._connector else 0,
         }
         problems = []
-        accounted = num_table_references + self._ledger.num_pins
+        accounted = num_table_references + self._ledger.num_pins + self._kv.num_fenced_references
         if counts["block_references"] != accounted:
-            problems.append(f"{counts['block_references']} block references, but requests and transfers hold {accounted}")
+            problems.append(f"{counts['block_references']} block references, but requests, transfers and steps hold {accounted}")
         if self._ledger.num_overdue:
             problems.append(f"{self._ledger.num_overdue} transfers are past their deadline and still hold blocks")
         return Audit(counts, tuple(problems))
@@ -345,9 +370,17 @@ class EngineCore:
         return len(self._pool.find_longest_prefix(block_hashes, len(block_hashes)))
 
     def try_reset_prefix_cache(self, *, force: bool = False) -> bool:
-        """Forget cached KV; see Scheduler.try_reset_prefix_cache."""
+        """Forget cached KV; see Scheduler.try_reset_prefix_cache. News of the steps in flight come with the next step's."""
+        while force and self._steps:
+            self._finish_step(self._news)
         return self._scheduler.try_reset_prefix_cache(force=force)
 
     def close(self) -> None:
         """Close the connector and settle what was in flight."""
+        self._steps.close()
         self._ledger.close()
+
+
+def _is_mostly_prompt(plan: StepPlan) -> bool:
+    """Such a step says what recomputing costs."""
+    return plan.num_total_tokens > 2 * len(plan.num_scheduled_tokens)

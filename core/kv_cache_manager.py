@@ -1,10 +1,13 @@
 """Blocks of requests: what a request gets, when its content becomes findable by others, and how it is given back.
 
-Sits between the scheduler and the block pool; no I/O and no transfers. Called from the step thread only.
+A block may be written by any step in flight that was scheduled while its request had it. So what is given back meanwhile is free
+only when the newest of those steps is done. Sits between the scheduler and the block pool; no I/O and no transfers. Called from
+the step thread only.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from core.kv.block_pool import BlockPool
@@ -19,7 +22,32 @@ class KVCacheManager:
         self.pool = pool
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._steps_in_flight: deque[int] = deque()
+        self._fenced: deque[tuple[int, list[int]]] = deque()  # by the step that must be done before these blocks are free
 
+    # -- steps in flight -----------------------------------------------------------------------------------------------
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps that were begun and not ended."""
+        return len(self._steps_in_flight)
+
+    @property
+    def num_fenced_references(self) -> int:
+        """References of requests that gave them back, held until a step in flight is done."""
+        return sum(len(block_ids) for _step_id, block_ids in self._fenced)
+
+    def begin_step(self, step_id: int) -> None:
+        """A step will write to the blocks that its requests have now. Ids ascend."""
+        self._steps_in_flight.append(step_id)
+
+    def end_step(self, step_id: int) -> None:
+        """The oldest step in flight has ended, whatever came of it."""
+        oldest = self._steps_in_flight.popleft()
+        assert oldest == step_id, f"step {step_id} ended before step {oldest}"
+        while self._fenced and self._fenced[0][0] <= step_id:
+            self.pool.release_references(reversed(self._fenced.popleft()[1]))
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens tokens."""
         return -(-num_tokens // self.block_size)
@@ -75,8 +103,8 @@ class KVCacheManager:
         return new_block_ids
 
     def commit(self, request: Request) -> None:
-        """Make the request's computed full blocks findable. Only called when their KV is known to be written."""
-        num_full = request.num_computed_tokens // self.block_size
+        """Make the request's full blocks findable whose KV is written."""
+        num_full = request.num_written_tokens // self.block_size
         if num_full <= request.num_committed_blocks:
             return
         self.extend_hashes(request)
@@ -86,8 +114,11 @@ class KVCacheManager:
         request.num_committed_blocks = num_full
 
     def release(self, request: Request) -> None:
-        """Give all blocks back, tail first. Safe to repeat."""
-        self.pool.release_references(reversed(request.block_ids))
+        """Give all blocks back, tail first, once no step in flight can write to them. Safe to repeat."""
+        if self._steps_in_flight:
+            self._fenced.append((self._steps_in_flight[-1], request.block_ids))
+        else:
+            self.pool.release_references(reversed(request.block_ids))
         request.block_ids = []
         request.num_committed_blocks = 0
 

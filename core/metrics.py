@@ -40,6 +40,8 @@ _COUNTERS = {
     "external_prefix_cache_queries": ("Tokens asked of the store after local hits, once per request.", "external_query_tokens"),
     "external_prefix_cache_hits": ("Tokens that a store supplied, once per request.", "external_hit_tokens"),
     "adapter_loads": ("LoRA adapters that were read into memory.", "num_adapter_loads"),
+    "spec_decode_num_drafts": ("Steps of a request that had draft tokens.", "num_drafts"),
+    "spec_decode_num_draft_tokens": ("Draft tokens that steps verified.", "num_draft_tokens"),
     "store_evictions": ("Blocks that this node evicted from the store.", "store_evictions"),
 }
 # name -> (help, attribute holding a dict, label of the dict's key)
@@ -49,6 +51,7 @@ _LABELLED_COUNTERS = {
     "connector_errors": ("Faults of the store, by call or outcome.", "connector_errors", "kind"),
     "store_tier_hit_blocks": ("Blocks loaded from one tier of the store.", "tier_hit_blocks", "tier"),
     "request_finished": ("Requests that ended on this node.", "requests_finished", "finished_reason"),
+    "spec_decode_num_accepted_tokens_per_pos": ("Draft tokens that came true.", "accepted_by_position", "position"),
     "step_seconds": ("Time spent in steps.", "step_seconds", "phase"),
 }
 

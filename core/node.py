@@ -60,7 +60,16 @@ class NodeServer:
     ) -> None:
         options = config.node
         num_blocks = connector_memory.num_blocks if num_blocks is None else num_blocks
-        engine = EngineCore(config.engine, model, num_blocks, runner, connector, MonotonicClock(), adapters)
+        engine = EngineCore(
+            config.engine,
+            model,
+            num_blocks,
+            runner,
+            connector,
+            MonotonicClock(),
+            adapters=adapters,
+            has_model_thread=config.engine.overlaps_steps,
+        )
         self._options = options
         self._is_stopping = False
         self._last_publish_s = float("-inf")

@@ -55,10 +55,13 @@ _TRANSITIONS = {
 class Request:
     """One request. Tokens are counted from the start of the prompt; blocks are of block_size tokens.
 
-    token_ids: prompt followed by output. num_computed_tokens: leading tokens whose KV is in our blocks, or will be once the steps
-    in flight are done. block_hashes: names of the leading full blocks of token_ids, as far as they were needed. kv_sources: nodes
-    that have computed some of them; see PrefixLookup.
+    token_ids: prompt followed by output. draft_token_ids: guesses of what comes next, for a step to verify; in token_ids only
+    once they came true. num_tokens_with_spec: tokens whose KV the engine wants computed: token_ids, drafts, and what steps in
+    flight will sample. num_computed_tokens: leading tokens whose KV is in our blocks, or will be once the steps in flight are
+    done. num_written_tokens: those whose KV surely is there. block_hashes: names of the leading full blocks of token_ids, as far
+    as they were needed. kv_sources: nodes that have computed some of them; see PrefixLookup.
     num_committed_blocks: leading blocks that the prefix cache knows. num_saved_blocks: leading blocks handed to the store.
+    needs_last_token: a step may only be scheduled once the last one's tokens are known, such as for a grammar.
     """
 
     request_id: str
@@ -77,7 +80,11 @@ class Request:
     max_total_tokens: int = 0  # prompt + output at which the request ends
 
     status: RequestStatus = RequestStatus.WAITING
+    draft_token_ids: list[int] = field(default_factory=list)
+    needs_last_token: bool = False
+    num_tokens_with_spec: int = 0
     num_computed_tokens: int = 0
+    num_written_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_committed_blocks: int = 0
@@ -91,10 +98,8 @@ class Request:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_cached_tokens: int | None = None  # hit tokens at first admission; None before it
 
-    @property
-    def num_tokens_with_spec(self) -> int:
-        """Tokens whose KV the engine wants computed: prompt, output and drafts (none yet)."""
-        return len(self.token_ids)
+    def __post_init__(self) -> None:
+        self.num_tokens_with_spec = len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:

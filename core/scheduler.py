@@ -1,7 +1,8 @@
 """Which tokens are computed in the next step, and what a step's result means for its requests.
 
 There is no prefill phase and no decode phase: a request has num_computed_tokens and num_tokens_with_spec, and each step lets the
-first catch up with the second under a token budget. Loads, saves and the store are the ledger's business. Step thread only.
+first catch up with the second under a token budget. A step may be scheduled while the one before it still runs; what that one
+will sample is counted, not known. Loads, saves and the store are the ledger's business. Step thread only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from core.adapter_gate import AdapterGate
 from core.blocks_in_progress import BlocksInProgress
 from core.clock import Clock
 from core.config import EngineOptions
+from core.drafter import Drafter
 from core.kv.connector import TransferDirection
 from core.kv.ledger import EndedTransfer, TransferLedger
 from core.kv_cache_manager import KVCacheManager
@@ -44,15 +46,22 @@ class Scheduler:
         ledger: TransferLedger,
         clock: Clock,
         stats: EngineStats,
+        drafter: Drafter | None = None,
         adapters: AdapterGate | None = None,
     ) -> None:
-        """adapters None: no request has one."""
+        """drafter: proposes tokens for requests that decode; then a step needs the tokens of the one before it. adapters None: no
+        request has one.
+        """
         self._options = options
         self._kv = kv
         self._ledger = ledger
         self._clock = clock
         self._stats = stats
         self._adapters = adapters or AdapterGate(None, 0, 0, 0)
+        self._drafter = drafter
+        self._looks_ahead = options.overlaps_steps and drafter is None
+        self.must_settle = False  # what stands in the next step's way goes when the steps in flight are done
+        self.needs_last_tokens = not self._looks_ahead  # of a running request: then no step is scheduled ahead
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self._waiting = WaitingQueue()
@@ -95,15 +104,19 @@ class Scheduler:
 
         Running requests come first, in order of admission; then waiting ones by (priority, arrival), none of which jumps the
         queue when the head does not fit. Hits cost no budget. num_computed_tokens is advanced here, so that the next step can
-        be scheduled before this one's result is in.
+        be scheduled before this one's result is in. Every plan with tokens ends in update_from_output, fail_step or undo_step, in
+        order.
         """
         budget = self._options.max_num_batched_tokens
         chunk_limit = self._options.long_prefill_token_threshold or budget
         num_scheduled: dict[str, int] = {}
         new_block_ids: dict[str, list[int]] = {}
         new_requests: list[NewRequest] = []
+        drafts: dict[str, list[int]] = {}
         preempted: list[Request] = []
         block_size = self._kv.block_size
+        looks_ahead = self._looks_ahead
+        self.must_settle = False
 
         index = 0
         while index < len(self.running) and budget > 0:
@@ -111,27 +124,38 @@ class Scheduler:
             num_tokens = request.num_tokens_with_spec - request.num_computed_tokens
             if num_tokens > 1:
                 num_tokens = min(num_tokens, chunk_limit, budget)
-            elif num_tokens == 0:  # its last token is not sampled yet
+            elif num_tokens == 0:  # its last token is not known yet
                 index += 1
                 continue
             num_needed = request.num_computed_tokens + num_tokens
             if num_needed > len(request.block_ids) * block_size:
                 while (grown := self._kv.try_grow(request, num_needed)) is None:
+                    if request.draft_token_ids:  # nobody loses a block to a guess
+                        self._drop_drafts(request)
+                        num_tokens, num_needed = 1, request.num_computed_tokens + 1
+                        continue
                     victim = self._choose_victim(request)
                     if victim is None:
                         break
                     budget += num_scheduled.pop(victim.request_id, 0)
                     new_block_ids.pop(victim.request_id, None)
+                    drafts.pop(victim.request_id, None)
                     index -= self.running.index(victim) < index
                     self._preempt(victim)
                     preempted.append(victim)
                     if victim is request:
                         break
-                if grown is None:  # preempted itself, or every block is held by transfers that will end: not in this step
+                if grown is None:  # preempted itself, or all blocks are held by transfers and steps that will end: not now
                     index += request.status is RequestStatus.RUNNING
                     continue
                 new_block_ids[request.request_id] = grown
+            if num_tokens > 1 and request.draft_token_ids:
+                del request.draft_token_ids[num_tokens - 1 :]
+                drafts[request.request_id] = request.draft_token_ids
             num_scheduled[request.request_id] = num_tokens
+            request.num_computed_tokens = num_needed
+            if looks_ahead and num_needed == request.num_tokens_with_spec:
+                self._count_next_token(request)
             budget -= num_tokens
             index += 1
 
@@ -158,11 +182,14 @@ class Scheduler:
                         waiting.token_ids,
                         waiting.num_prompt_tokens,
                         waiting.num_computed_tokens,
-                        waiting.block_ids,
+                        list(waiting.block_ids),  # which may grow before the runner reads it
                         waiting.sampling,
-                        waiting.adapter,
+                        self._adapters.find(waiting.adapter),
                     )
                 )
+                waiting.num_computed_tokens += num_tokens
+                if looks_ahead and waiting.num_computed_tokens == waiting.num_tokens_with_spec:
+                    self._count_next_token(waiting)
             elif admission is _Admission.UNDECIDED:
                 stepped_aside.append(waiting)
             elif admission is _Admission.NO_ROOM:
@@ -172,10 +199,9 @@ class Scheduler:
             self._waiting.push(waiting)
         self._num_undecided = len(stepped_aside)
 
-        for request_id, num_tokens in num_scheduled.items():
-            self.requests[request_id].num_computed_tokens += num_tokens
         if self._is_batch_changed:
             self._num_common_prefix_blocks = self._kv.num_common_prefix_blocks(self.running)
+            self.needs_last_tokens = not looks_ahead or any(request.needs_last_token for request in self.running)
             self._is_batch_changed = False
         output.num_tokens = self._options.max_num_batched_tokens - budget
         plan = StepPlan(
@@ -187,44 +213,57 @@ class Scheduler:
             finished_request_ids=self._finished_request_ids,
             preempted_request_ids=[request.request_id for request in preempted],
             num_common_prefix_blocks=self._num_common_prefix_blocks,
+            draft_token_ids=drafts,
         )
+        if num_scheduled:
+            self._kv.begin_step(plan.step_id)
         self._finished_request_ids = []
         self._next_step_id += 1
         return plan
 
     def update_from_output(self, plan: StepPlan, result: StepResult, output: StepOutput) -> None:
         """Apply a step's result: the only place where results move state. Requests that ended meanwhile are skipped."""
+        self._kv.end_step(plan.step_id)
         requests = self.requests
         block_size = self._kv.block_size
+        looks_ahead, drafts = self._looks_ahead, plan.draft_token_ids
         new_token_ids, first_index = output.new_token_ids, output.first_index
         num_generated = 0
         if result.prompt_logprobs:
             self._collect_prompt_logprobs(result, output)
-        for request_id, sampled in zip(plan.num_scheduled_tokens, result.sampled_token_ids, strict=True):
+        if result.logprobs:
+            output.logprobs.update(result.logprobs)
+        scheduled = plan.num_scheduled_tokens
+        for request_id, num_tokens, sampled in zip(scheduled, scheduled.values(), result.sampled_token_ids, strict=True):
             request = requests.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
+            if request is None:
                 continue
-            if request.num_computed_tokens - request.num_committed_blocks * block_size >= block_size:
+            request.num_written_tokens += num_tokens
+            finished = None
+            if sampled:
+                token_ids = request.token_ids
+                first_index[request_id] = len(token_ids) - request.num_prompt_tokens
+                token_ids += sampled
+                if len(token_ids) >= request.max_total_tokens or not request.stop_token_ids.isdisjoint(sampled):
+                    finished, num_kept = self._find_end(request, len(sampled))
+                    sampled = sampled[:num_kept]
+                new_token_ids[request_id] = sampled
+                num_generated += len(sampled)
+                if drafts and request_id in drafts:
+                    self._roll_back_rejected(request, drafts[request_id], len(sampled))
+                if not looks_ahead or request.needs_last_token:
+                    request.num_tokens_with_spec = len(token_ids)
+            if request.num_written_tokens - request.num_committed_blocks * block_size >= block_size:
                 self._kv.commit(request)
                 self._save_committed(request)
                 self._in_progress.announce_next(request)
-            if not sampled:
-                continue
-            num_generated += len(sampled)
-            token_ids = request.token_ids
-            first_index[request_id] = len(token_ids) - request.num_prompt_tokens
-            for index, token_id in enumerate(sampled):
-                token_ids.append(token_id)
-                if token_id in request.stop_token_ids or len(token_ids) >= request.max_total_tokens:
-                    finished = self._check_stop(request, token_id)
-                    if finished is not None:
-                        sampled = sampled[: index + 1]
-                        output.finished[request_id] = finished
-                        self._finish(request, finished.reason)
-                        break
-            new_token_ids[request_id] = sampled
-        if result.logprobs:
-            output.logprobs.update(result.logprobs)
+            if finished is not None:
+                output.finished[request_id] = finished
+                if request_id in output.logprobs:  # of drafts behind the end
+                    output.logprobs[request_id] = output.logprobs[request_id][: len(sampled)]
+                self._finish(request, finished.reason)
+            elif sampled and self._drafter is not None:
+                self._propose_drafts(request)
         self._drop_ended_from_running()
         self._stats.num_generation_tokens += num_generated
         self._stats.step_generation_tokens = num_generated
@@ -241,12 +280,22 @@ class Scheduler:
 
     def fail_step(self, plan: StepPlan, error: str, output: StepOutput) -> None:
         """The runner could not compute the plan: its requests end with an error, nothing they computed in it is kept."""
+        self._kv.end_step(plan.step_id)
         for request_id in plan.num_scheduled_tokens:
             request = self.requests.get(request_id)
             if request is not None:
                 output.finished[request_id] = FinishedRequest(FinishReason.ERROR, error=error)
                 self._finish(request, FinishReason.ERROR)
         self._drop_ended_from_running()
+
+    def undo_step(self, plan: StepPlan) -> None:
+        """The plan was not computed, since the step before it failed: those of its requests that are left start over."""
+        self._kv.end_step(plan.step_id)
+        for request_id in plan.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._preempt(request)
+                self._finished_request_ids.append(request_id)  # the runner may know it or not
 
     def on_transfers_ended(self, ended: Iterable[EndedTransfer]) -> None:
         """Requests that waited for these loads go back to their place in the queue; what arrived is now a local hit."""
@@ -286,7 +335,7 @@ class Scheduler:
         if request.adapter:
             self._adapters.start(request)
         self._is_batch_changed = True
-        request.num_computed_tokens = num_hit_tokens
+        request.num_computed_tokens = request.num_written_tokens = num_hit_tokens
         self._in_progress.announce_next(request)
         request.num_saved_blocks = len(hit_block_ids)
         if hit_block_ids and request.stage is RequestStage.PREFILL:
@@ -369,12 +418,45 @@ class Scheduler:
             stats.external_hit_tokens += num_external
         stats.recomputed_prompt_tokens += request.num_tokens_with_spec - num_hit_tokens
 
+    # -- tokens that are not known yet ---------------------------------------------------------------------------------
+    @staticmethod
+    def _count_next_token(request: Request) -> None:
+        """A step will sample a token of the request: let the next step compute it, unless it is the last, or must be known."""
+        if request.num_tokens_with_spec + 1 < request.max_total_tokens and not request.needs_last_token:
+            request.num_tokens_with_spec += 1
+
+    def _propose_drafts(self, request: Request) -> None:
+        """All but one of the tokens that are left: a step brings one more than it had drafts."""
+        assert self._drafter is not None
+        num_left = request.max_total_tokens - len(request.token_ids) - 1
+        request.draft_token_ids = self._drafter.propose(request.request_id, request.token_ids, num_left)
+        request.num_tokens_with_spec += len(request.draft_token_ids)
+
+    @staticmethod
+    def _drop_drafts(request: Request) -> None:
+        request.num_tokens_with_spec -= len(request.draft_token_ids)
+        request.draft_token_ids = []
+
+    def _roll_back_rejected(self, request: Request, drafts: list[int], num_kept: int) -> None:
+        """num_kept of the tokens that a step with drafts sampled were appended: behind them, what was computed is void."""
+        request.num_written_tokens = request.num_computed_tokens = len(request.token_ids) - 1
+        request.draft_token_ids = []
+        stats = self._stats
+        stats.num_drafts += 1
+        stats.num_draft_tokens += len(drafts)
+        for position in range(min(num_kept - 1, len(drafts))):
+            stats.accepted_by_position[str(position)] = stats.accepted_by_position.get(str(position), 0) + 1
+
     # -- preemption and end --------------------------------------------------------------------------------------------
     def _choose_victim(self, request: Request) -> Request | None:
         """The lowest-priority, then youngest running request whose blocks would come back now, `request` itself at the last.
 
-        None: nobody who stands behind it holds blocks that would come back; transfers and those before it end, so it waits.
+        None: nobody who stands behind it holds blocks that would come back; transfers and those before it end, so it waits. So it
+        does while steps are in flight, since no block comes back before they are done.
         """
+        if self._kv.num_steps_in_flight:
+            self.must_settle = True
+            return None
         if self.running == [request]:
             return None
         for candidate in sorted(self.running, key=lambda candidate: candidate.schedule_key, reverse=True):
@@ -391,7 +473,9 @@ class Scheduler:
         if request.adapter:
             self._adapters.end(request)
         self._in_progress.withdraw(request)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_written_tokens = 0
+        request.draft_token_ids = []
+        request.num_tokens_with_spec = len(request.token_ids)
         request.prompt_logprobs = []
         request.may_load = True
         request.num_loads = 0
@@ -401,21 +485,37 @@ class Scheduler:
         self._is_batch_changed = True
 
     def try_reset_prefix_cache(self, *, force: bool = False) -> bool:
-        """Forget cached KV. Declines while blocks are in use, unless forced: then running requests are preempted first."""
+        """Forget cached KV. Declines while blocks are in use, unless forced: then running requests are preempted first.
+
+        No step may be in flight when it is forced.
+        """
         if force:
             for request in list(self.running):
                 self._preempt(request)
                 self._finished_request_ids.append(request.request_id)  # the runner forgets it too
         return self._kv.pool.try_reset_hashes()
 
-    def _check_stop(self, request: Request, token_id: int) -> FinishedRequest | None:
-        """Whether the token just appended ends its request. Stop tokens count from min_tokens on."""
-        if token_id in request.stop_token_ids and request.num_output_tokens >= request.sampling.min_tokens:
-            is_named = token_id in request.sampling.stop_token_ids
-            return FinishedRequest(FinishReason.STOP, stop_token_id=token_id if is_named else None)
-        if len(request.token_ids) >= request.max_total_tokens:
-            return FinishedRequest(FinishReason.LENGTH)
-        return None
+    @staticmethod
+    def _find_end(request: Request, num_new: int) -> tuple[FinishedRequest | None, int]:
+        """Whether one of the last num_new tokens ends the request, and how many of them it keeps; the others are removed.
+
+        Stop tokens count from min_tokens on.
+        """
+        token_ids, sampling = request.token_ids, request.sampling
+        first = len(token_ids) - num_new
+        for length in range(first + 1, len(token_ids) + 1):
+            token_id = token_ids[length - 1]
+            if token_id in request.stop_token_ids and length - request.num_prompt_tokens >= sampling.min_tokens:
+                finished = FinishedRequest(FinishReason.STOP)
+                if token_id in sampling.stop_token_ids:
+                    finished.stop_token_id = token_id
+            elif length >= request.max_total_tokens:
+                finished = FinishedRequest(FinishReason.LENGTH)
+            else:
+                continue
+            del token_ids[length:]
+            return finished, length - first
+        return None, num_new
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         was = request.status
@@ -431,6 +531,8 @@ class Scheduler:
             self._finished_request_ids.append(request.request_id)
         self._kv.release(request)
         self._in_progress.withdraw(request)
+        if self._drafter is not None:
+            self._drafter.forget(request.request_id)
         del self.requests[request.request_id]
         counts = self._stats.requests_finished
         counts[reason.value] = counts.get(reason.value, 0) + 1

@@ -61,6 +61,9 @@ class EngineStats:
     num_adapter_loads: int = 0
     requests_finished: Counts = field(default_factory=dict)
     step_seconds: Durations = field(default_factory=dict)
+    num_drafts: int = 0  # steps of a request that had draft tokens
+    num_draft_tokens: int = 0
+    accepted_by_position: Counts = field(default_factory=dict)  # accepted draft tokens by their place in the draft, from "0"
 
     # by tier, where the store has several
     tier_is_reachable: Counts = field(default_factory=dict)  # gauge, 0 or 1

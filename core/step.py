@@ -16,8 +16,8 @@ class NewRequest:
     """A request that the runner does not hold yet: first scheduled, or resumed after preemption.
 
     token_ids: prompt and all output tokens so far; num_prompt_tokens: how many of them are prompt; block_ids: the block
-    table so far, covering at least num_computed_tokens plus this step's tokens. The lists belong to the scheduler:
-    a runner that keeps them copies them.
+    table, covering at least num_computed_tokens plus this step's tokens. token_ids belongs to the scheduler: a runner that keeps
+    it copies it.
     """
 
     request_id: str
@@ -26,7 +26,7 @@ class NewRequest:
     num_computed_tokens: int
     block_ids: list[int]
     sampling: SamplingParams
-    adapter: str = ""  # see Request.adapter
+    adapter: object = None  # what AdapterStore.find gave for its adapter; None: it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class StepPlan:
     """One step's work.
 
     num_scheduled_tokens is in batch order: {request_id: tokens to compute}, each from the request's num_computed_tokens on.
-    new_block_ids holds blocks to append to the block table, for continuing requests that got some. removed_request_ids
+    new_block_ids holds blocks to append to the block table, for continuing requests that got some. draft_token_ids: guesses to
+    verify, of those that have some; they are the last of the request's scheduled tokens. removed_request_ids
     (finished, aborted or preempted since the last plan) are dropped by the runner before anything else.
     num_common_prefix_blocks: leading blocks shared by every request of the batch.
     """
@@ -47,6 +48,7 @@ class StepPlan:
     finished_request_ids: list[str]
     preempted_request_ids: list[str]
     num_common_prefix_blocks: int = 0
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def removed_request_ids(self) -> list[str]:
@@ -73,7 +75,8 @@ class StepResult:
     """What one step produced.
 
     sampled_token_ids is parallel to the plan's num_scheduled_tokens (same order): an empty list where the request's known
-    tokens are not all computed yet (a prompt chunk), else the sampled tokens. logprobs / prompt_logprobs hold
+    tokens are not all computed yet (a prompt chunk), else the sampled tokens: as many of its drafts as the model would have
+    sampled, too, and the one token that comes after them. logprobs / prompt_logprobs hold
     only requests that asked: logprobs parallel to the sampled tokens; prompt_logprobs for the prompt positions whose successor
     token's probability this step computed, in position order (the first prompt token has none and is never listed).
     """
@@ -103,7 +106,7 @@ class AdapterLoad:
 
 
 class AdapterStore(Protocol):
-    """The model's adapters in memory. Called from the step thread alone; a runner is only given adapters that are here."""
+    """The model's adapters in memory. Called from the step thread alone, also while the runner computes on another one."""
 
     def start_load(self, adapter: str, path: str) -> None:
         """Begin to bring an adapter (its content's fingerprint, in hexadecimal digits) from its folder. Returns at once.
@@ -113,9 +116,13 @@ class AdapterStore(Protocol):
         ...
 
     def poll_loads(self) -> list[AdapterLoad]:
-        """Loads that have ended since the last call: one for each start_load. From here on a loaded adapter can be used."""
+        """Loads that have ended since the last call: one for each start_load. From here on a loaded adapter is here."""
+        ...
+
+    def find(self, adapter: str) -> object:
+        """What the runner needs of an adapter that is here. It keeps the memory for itself, however long it is kept."""
         ...
 
     def drop(self, adapter: str) -> None:
-        """Give an adapter's memory back; no running request uses it. Unknown ones are ignored."""
+        """Give an adapter's memory back, once nobody has anything of it any more. Unknown ones are ignored."""
         ...

@@ -14,7 +14,7 @@ import torch
 from core.adapter_files import read_adapter
 from core.errors import InvalidInputError
 from core.model.description import ModelArchitecture
-from core.model.lora import LayerAdapter, build_adapter
+from core.model.lora import AdapterLayers, build_adapter
 from core.step import AdapterLoad
 
 
@@ -22,13 +22,13 @@ class TorchAdapterStore:
     """All methods are the step thread's."""
 
     def __init__(self, architecture: ModelArchitecture, dtype: torch.dtype, device: torch.device, max_rank: int) -> None:
-        self.layers_by_adapter: dict[str, tuple[LayerAdapter, ...]] = {}
+        self._layers_by_adapter: dict[str, AdapterLayers] = {}
         self._architecture = architecture
         self._dtype = dtype
         self._device = device
         self._max_rank = max_rank
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-reader")
-        self._ended: deque[tuple[AdapterLoad, tuple[LayerAdapter, ...]]] = deque()
+        self._ended: deque[tuple[AdapterLoad, AdapterLayers | None]] = deque()
 
     def start_load(self, adapter: str, path: str) -> None:
         """See core.step.AdapterStore."""
@@ -39,18 +39,22 @@ class TorchAdapterStore:
         loads = []
         while self._ended:
             load, layers = self._ended.popleft()
-            if not load.error:
-                self.layers_by_adapter[load.adapter] = layers
+            if layers is not None:
+                self._layers_by_adapter[load.adapter] = layers
             loads.append(load)
         return loads
 
+    def find(self, adapter: str) -> AdapterLayers:
+        """See core.step.AdapterStore."""
+        return self._layers_by_adapter[adapter]
+
     def drop(self, adapter: str) -> None:
         """See core.step.AdapterStore."""
-        self.layers_by_adapter.pop(adapter, None)
+        self._layers_by_adapter.pop(adapter, None)
 
     def _load(self, adapter: str, path: str) -> None:
         """On the reader's thread; its broad except, so that whoever waits for the load always hears of its end."""
-        layers: tuple[LayerAdapter, ...] = ()
+        layers: AdapterLayers | None = None
         error = ""
         try:
             layers = self._read(adapter, path)
@@ -58,7 +62,7 @@ class TorchAdapterStore:
             error = str(fault) if isinstance(fault, InvalidInputError) else f"{type(fault).__name__}: {fault}"
         self._ended.append((AdapterLoad(adapter, error), layers))
 
-    def _read(self, adapter: str, path: str) -> tuple[LayerAdapter, ...]:
+    def _read(self, adapter: str, path: str) -> AdapterLayers:
         files = read_adapter(path)
         if files.rank > self._max_rank:
             raise InvalidInputError("r", files.rank, f"at most {self._max_rank} (engine.max_lora_rank)")

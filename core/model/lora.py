@@ -49,6 +49,13 @@ class LayerAdapter:
     down: LowRank | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterLayers:
+    """A whole adapter: one LayerAdapter per decoder layer. What requests of one adapter share, compared by identity."""
+
+    layers: tuple[LayerAdapter, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
     """An adapter's rows of a step. rows: int64, on the model's device, padded by repetition to a multiple of llama.ROW_MULTIPLE;
@@ -70,7 +77,7 @@ class AdapterRows:
 
 def build_adapter(
     files: AdapterFiles, architecture: ModelArchitecture, dtype: torch.dtype, device: torch.device
-) -> tuple[LayerAdapter, ...]:
+) -> AdapterLayers:
     """The adapter's matrices by layer, of `dtype` on `device`.
 
     Raises InvalidInputError naming the first tensor that is unknown, missing or of another shape.
@@ -84,7 +91,7 @@ def build_adapter(
     hidden, intermediate = architecture.hidden_size, architecture.intermediate_size
     q_outputs = architecture.num_heads * architecture.head_dim
     kv_outputs = architecture.num_kv_heads * architecture.head_dim
-    return tuple(
+    layers = (
         LayerAdapter(
             qkv=builder.stack(index, [("q_proj", q_outputs), ("k_proj", kv_outputs), ("v_proj", kv_outputs)]),
             o=builder.stack(index, [("o_proj", hidden)]),
@@ -93,6 +100,7 @@ def build_adapter(
         )
         for index in range(architecture.num_layers)
     )
+    return AdapterLayers(tuple(layers))
 
 
 def _module_shapes(architecture: ModelArchitecture) -> dict[str, tuple[int, int]]:

@@ -5,7 +5,8 @@ The scheduler decides what is computed (core/step.py); nothing here chooses. One
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from core.model.attention_torch import TorchAttention
 from core.model.description import ModelDescription
 from core.model.device_pool import DevicePool, memory_of
 from core.model.llama import LlamaModel, padded_num_rows
-from core.model.lora import AdapterRows
+from core.model.lora import AdapterLayers, AdapterRows
 from core.model.rotary import RotaryEmbedding
 from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, token_logprobs
 from core.model.weights import load_llama_weights
@@ -63,6 +64,7 @@ class _RequestState:
     __slots__ = ("adapter", "block_ids", "num_computed_tokens", "num_prompt_tokens", "sampling", "token_ids")
 
     def __init__(self, request: NewRequest) -> None:
+        assert request.adapter is None or isinstance(request.adapter, AdapterLayers)
         self.adapter = request.adapter
         self.token_ids = _GrowingArray(request.token_ids)
         self.block_ids = _GrowingArray(request.block_ids)
@@ -73,17 +75,22 @@ class _RequestState:
 
 @dataclass(frozen=True, slots=True)
 class _Scheduled:
-    """One request's share of a step: tokens first_position to end_position, at rows first_row on."""
+    """One request's share of a step: tokens first_position to end_position, the last of them drafts, at rows first_row on."""
 
     request_id: str
     state: _RequestState
     first_row: int
     first_position: int
     end_position: int
+    drafts: list[int]
 
     @property
     def is_sampled(self) -> bool:
-        return self.end_position == self.state.token_ids.length
+        return self.end_position == self.state.token_ids.length + len(self.drafts)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end_position - self.first_position
 
     @property
     def prompt_successors(self) -> range:
@@ -91,6 +98,11 @@ class _Scheduled:
         if self.state.sampling.prompt_logprobs is None:
             return range(0)
         return range(self.first_position + 1, min(self.end_position + 1, self.state.num_prompt_tokens))
+
+    def token_ids(self) -> IntArray:
+        """Those that are known, and the drafts behind them."""
+        known = self.state.token_ids.values
+        return np.concatenate((known, self.drafts)) if self.drafts else known
 
 
 class TorchModelRunner:
@@ -111,6 +123,7 @@ class TorchModelRunner:
         self._block_size = pool.layout.block_size
         self._kv_caches = kv_cache_views(pool)
         self._device = memory_of(pool).device
+        self._num_threads = torch.get_num_threads()
         self._requests: dict[str, _RequestState] = {}
 
     @classmethod
@@ -141,6 +154,8 @@ class TorchModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See core.step.ModelRunner. A plan that does not fit what the runner holds is a bug of the scheduler and asserts."""
+        if torch.get_num_threads() != self._num_threads:  # OpenMP counts them for each thread that calls it
+            torch.set_num_threads(self._num_threads)
         self._apply_deltas(plan)
         if not plan.num_scheduled_tokens:
             return StepResult(sampled_token_ids=[])
@@ -150,8 +165,9 @@ class TorchModelRunner:
             prompt_logprobs = self._prompt_logprobs(scheduled, hidden)
             sampled, logprobs = self._sample(scheduled, hidden)
         for share, tokens in zip(scheduled, sampled, strict=True):
-            share.state.num_computed_tokens = share.end_position
             share.state.token_ids.append(tokens)
+            # What was computed for drafts that were not sampled is void.
+            share.state.num_computed_tokens = share.state.token_ids.length - 1 if tokens else share.end_position
         return StepResult(sampled_token_ids=sampled, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     def _apply_deltas(self, plan: StepPlan) -> None:
@@ -168,9 +184,12 @@ class TorchModelRunner:
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             state = self._requests[request_id]
             first, end = state.num_computed_tokens, state.num_computed_tokens + num_tokens
-            assert num_tokens > 0 and end <= state.token_ids.length, f"{request_id}: {num_tokens} tokens from {first} on"
+            drafts = plan.draft_token_ids.get(request_id, [])
+            num_known = state.token_ids.length + len(drafts)
+            assert num_tokens > 0 and end <= num_known, f"{request_id}: {num_tokens} tokens from {first} on"
+            assert not drafts or end == num_known, f"{request_id}: drafts without all the tokens before them"
             assert end <= state.block_ids.length * self._block_size, f"{request_id}: no block for position {end - 1}"
-            scheduled.append(_Scheduled(request_id, state, row, first, end))
+            scheduled.append(_Scheduled(request_id, state, row, first, end, drafts))
             row += num_tokens
         return scheduled
 
@@ -181,16 +200,16 @@ class TorchModelRunner:
         positions = np.zeros_like(token_ids)
         slot_mapping = np.empty(num_tokens, dtype=np.int64)
         block_tables = np.zeros((len(scheduled), max(share.state.block_ids.length for share in scheduled)), dtype=np.int64)
-        rows_by_adapter: dict[str, list[IntArray]] = {}
+        rows_by_adapter: dict[AdapterLayers, list[IntArray]] = {}
         for i, share in enumerate(scheduled):
             state = share.state
             span = np.arange(share.first_position, share.end_position)
             rows = slice(share.first_row, share.first_row + len(span))
-            token_ids[rows] = state.token_ids.values[share.first_position : share.end_position]
+            token_ids[rows] = share.token_ids()[share.first_position : share.end_position]
             positions[rows] = span
             slot_mapping[rows] = state.block_ids.values[span // self._block_size] * self._block_size + span % self._block_size
             block_tables[i, : state.block_ids.length] = state.block_ids.values
-            if state.adapter:
+            if state.adapter is not None:
                 rows_by_adapter.setdefault(state.adapter, []).append(np.arange(rows.start, rows.stop))
         self._attention.begin_step(
             AttentionBatch(
@@ -203,33 +222,34 @@ class TorchModelRunner:
         adapters = [self._adapter_rows(adapter, np.concatenate(rows)) for adapter, rows in rows_by_adapter.items()]
         return self._model.forward(self._on_device(token_ids), self._on_device(positions), self._kv_caches, adapters)
 
-    def _adapter_rows(self, adapter: str, rows: IntArray) -> AdapterRows:
+    def _adapter_rows(self, adapter: AdapterLayers, rows: IntArray) -> AdapterRows:
         padded: IntArray = np.full(padded_num_rows(len(rows)), rows[0])
         padded[: len(rows)] = rows
-        return AdapterRows(self.adapters.layers_by_adapter[adapter], self._on_device(padded), len(rows))
+        return AdapterRows(adapter.layers, self._on_device(padded), len(rows))
 
     def _on_device(self, values: IntArray) -> Tensor:
         return torch.from_numpy(values).to(self._device)
 
     def _sample(self, scheduled: list[_Scheduled], hidden: Tensor) -> tuple[list[list[int]], dict[str, list[TokenLogprob]]]:
         """Sampled tokens in batch order ([] for requests that are not), and log-probabilities of those that asked."""
-        sampled: list[list[int]] = [[] for _ in scheduled]
-        ready = [i for i, share in enumerate(scheduled) if share.is_sampled]
-        if not ready:
-            return sampled, {}
-        last_rows = [scheduled[i].first_row + scheduled[i].end_position - scheduled[i].first_position - 1 for i in ready]
-        logits = self._model.logits(hidden[last_rows]).cpu()
-        states = [scheduled[i].state for i in ready]
-        rows = [SampledRow(state.sampling, state.token_ids.values, state.num_prompt_tokens) for state in states]
-        tokens = self._sampler.sample(logits, rows)
-        for i, token in zip(ready, tokens, strict=True):
-            sampled[i] = [token]
-        asking = [j for j, row in enumerate(rows) if row.sampling.logprobs is not None]
-        if not asking:
-            return sampled, {}
-        found = token_logprobs(logits[asking], [tokens[j] for j in asking], [rows[j].sampling.logprobs or 0 for j in asking])
-        names = [scheduled[ready[j]].request_id for j in asking]
-        return sampled, {name: [logprob] for name, logprob in zip(names, found, strict=True)}
+        row_numbers: list[int] = []
+        rows: list[SampledRow] = []
+        for share in scheduled:
+            if share.is_sampled:
+                state, token_ids, num_drafts = share.state, share.token_ids(), len(share.drafts)
+                end = share.first_row + share.num_tokens
+                row_numbers += range(end - num_drafts - 1, end)
+                first_length = len(token_ids) - num_drafts
+                rows += [
+                    SampledRow(state.sampling, token_ids[:length], state.num_prompt_tokens)
+                    for length in range(first_length, len(token_ids) + 1)
+                ]
+        if not rows:
+            return [[] for _ in scheduled], {}
+        logits = self._model.logits(hidden[row_numbers]).cpu()
+        tokens = iter(self._sampler.sample(logits, rows))
+        sampled = [_kept_tokens(share.drafts, tokens) if share.is_sampled else [] for share in scheduled]
+        return sampled, _logprobs(scheduled, sampled, logits)
 
     def _prompt_logprobs(self, scheduled: list[_Scheduled], hidden: Tensor) -> dict[str, list[TokenLogprob]]:
         found: dict[str, list[TokenLogprob]] = {}
@@ -247,6 +267,32 @@ class TorchModelRunner:
                 logprobs += token_logprobs(logits, tokens, [num_top] * len(tokens))
             found[share.request_id] = logprobs
         return found
+
+
+def _kept_tokens(drafts: list[int], tokens: Iterator[int]) -> list[int]:
+    """Of one request: those of its sampled tokens that follow drafts which came true, and the first."""
+    sampled = list(itertools.islice(tokens, len(drafts) + 1))
+    num_right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafts, sampled, strict=False)))
+    return sampled[: num_right + 1]
+
+
+def _logprobs(scheduled: list[_Scheduled], sampled: list[list[int]], logits: Tensor) -> dict[str, list[TokenLogprob]]:
+    """Of the sampled tokens of requests that asked. logits: of all rows that were sampled."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    num_tops: list[int] = []
+    first_row = 0
+    asking: list[tuple[str, int]] = []
+    for share, kept in zip(scheduled, sampled, strict=True):
+        num_top = share.state.sampling.logprobs
+        if kept and num_top is not None:
+            asking.append((share.request_id, len(kept)))
+            rows += range(first_row, first_row + len(kept))
+            tokens += kept
+            num_tops += [num_top] * len(kept)
+        first_row += len(share.drafts) + 1 if kept else 0
+    found = iter(token_logprobs(logits[rows], tokens, num_tops)) if rows else iter(())
+    return {request_id: list(itertools.islice(found, num_tokens)) for request_id, num_tokens in asking}
 
 
 def kv_cache_views(pool: KVPoolMemory | DevicePool) -> list[tuple[Tensor, Tensor]]:

@@ -87,6 +87,7 @@ class SimCluster:
             lookup_timeout_s=0.1,
             save_decode_blocks=rng.random() < 0.8,
             kv_load_policy=rng.choice(("auto", "always")),
+            overlap_steps="on" if seed % 2 else "off",
         )
         self.num_blocks = rng.choice((4, 5, 6, 16)) * MAX_MODEL_LEN // 4 // self.block_size
         self.store = SimStore(capacity_blocks=rng.choice((20, 200, 5000)), max_delay_s=rng.choice((0.0005, 0.02, 0.3)))

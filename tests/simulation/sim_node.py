@@ -241,5 +241,5 @@ class SimNode:
 
     def _check_references(self) -> None:
         counts = self.core.engine.audit().counts
-        held = counts["request_references"] + counts["transfer_pins"]
+        held = counts["request_references"] + counts["transfer_pins"] + counts["fenced_references"]
         assert counts["block_references"] == held, f"{self.name}: {counts}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from core.config import EngineOptions
+from core.drafter import Drafter
 from core.engine import EngineCore
 from core.kv.connector import KVConnector
 from core.kv.pool_memory import KVPoolMemory
@@ -22,7 +23,13 @@ class EngineBench:
     """One engine of the fake model. tokens / finished / prefill_done collect all outputs by request_id."""
 
     def __init__(
-        self, *, num_blocks: int = 64, connector: KVConnector | None = None, max_model_len: int = 0, **options: Any
+        self,
+        *,
+        num_blocks: int = 64,
+        connector: KVConnector | None = None,
+        max_model_len: int = 0,
+        drafter: Drafter | None = None,
+        **options: Any,
     ) -> None:
         self.options = dataclasses.replace(EngineOptions(block_size=4, max_num_seqs=16, max_num_batched_tokens=256), **options)
         block_size = self.options.block_size
@@ -33,7 +40,9 @@ class EngineBench:
         if connector is not None:
             connector.register_kv_cache(self.pool)
         model = fake_model(block_size, max_model_len or num_blocks * block_size)
-        self.engine = EngineCore(self.options, model, num_blocks, self.runner, connector, self.clock, self.runner.adapters)
+        self.engine = EngineCore(
+            self.options, model, num_blocks, self.runner, connector, self.clock, drafter=drafter, adapters=self.runner.adapters
+        )
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, FinishedRequest] = {}
         self.prefill_done: list[str] = []
@@ -88,6 +97,8 @@ class EngineBench:
     def assert_nothing_leaked(self) -> None:
         """Every block is free, every transfer is over, the runner has forgotten everybody."""
         self.engine.step()  # tells the runner who ended last
+        while self.engine.has_work():
+            self.engine.step()
         audit = self.engine.audit()
         assert audit.problems == ()
         assert all(count == 0 for count in audit.counts.values()), audit.counts

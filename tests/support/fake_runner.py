@@ -93,6 +93,11 @@ class FakeAdapters:
         self._pending = []
         return loads
 
+    def find(self, adapter: str) -> str:
+        """The adapter's name, as long as it is here."""
+        assert adapter in self.here, f"{adapter} is not in memory"
+        return adapter
+
     def drop(self, adapter: str) -> None:
         """Forget it."""
         self.here.remove(adapter)
@@ -123,7 +128,7 @@ class FakeRunner:
         for new in plan.new_requests:
             assert new.request_id not in self._requests, f"{new.request_id} is new twice"
             self._requests[new.request_id] = _RunnerRequest(
-                list(new.token_ids), new.num_computed_tokens, list(new.block_ids), new.adapter
+                list(new.token_ids), new.num_computed_tokens, list(new.block_ids), str(new.adapter or "")
             )
         for request_id, block_ids in plan.new_block_ids.items():
             self._requests[request_id].block_ids += block_ids
@@ -133,23 +138,35 @@ class FakeRunner:
         assert sum(plan.num_scheduled_tokens.values()) == plan.num_total_tokens
         adapters = {self._requests[request_id].adapter for request_id in plan.num_scheduled_tokens} - {""}
         self.most_adapters = max(self.most_adapters, len(adapters))
-        return StepResult([self._advance(request_id, count) for request_id, count in plan.num_scheduled_tokens.items()])
+        return StepResult(
+            [
+                self._advance(request_id, count, plan.draft_token_ids.get(request_id, []))
+                for request_id, count in plan.num_scheduled_tokens.items()
+            ]
+        )
 
-    def _advance(self, request_id: str, num_tokens: int) -> list[int]:
+    def _advance(self, request_id: str, num_tokens: int, drafts: list[int]) -> list[int]:
         request = self._requests[request_id]
-        assert not request.adapter or request.adapter in self.adapters.here, f"{request_id}: its adapter is not in memory"
-        assert request.num_computed + num_tokens <= len(request.token_ids), f"{request_id}: more tokens than are known"
-        for position in range(request.num_computed, request.num_computed + num_tokens):
+        num_known, end = len(request.token_ids), request.num_computed + num_tokens
+        assert end == num_known + len(drafts) if drafts else end <= num_known, f"{request_id}: more tokens than are known"
+        token_ids = request.token_ids + drafts
+        for position in range(request.num_computed, end):
             previous = self._read(request, position - 1) if position else request.adapter.encode()
-            entry = _entry(previous, request.token_ids[position], position)
+            entry = _entry(previous, token_ids[position], position)
             block, offset = self._locate(request, position)
             self.pool.block(block)[offset : offset + ENTRY_BYTES] = entry
-        request.num_computed += num_tokens
-        if request.num_computed < len(request.token_ids):
+        request.num_computed = end
+        if end < num_known:
             return []
-        token_id = _next_token(b"".join(self._read(request, position) for position in range(request.num_computed)))
-        request.token_ids.append(token_id)
-        return [token_id]
+        sampled: list[int] = []
+        for draft in (*drafts, None):
+            length = num_known + len(sampled)
+            sampled.append(_next_token(b"".join(self._read(request, position) for position in range(length))))
+            if sampled[-1] != draft:
+                break
+        request.token_ids += sampled
+        request.num_computed = len(request.token_ids) - 1
+        return sampled
 
     def _locate(self, request: _RunnerRequest, position: int) -> tuple[int, int]:
         return request.block_ids[position // self._block_size], position % self._block_size * ENTRY_BYTES

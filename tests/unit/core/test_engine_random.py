@@ -9,6 +9,7 @@ import pytest
 from core.kv.connector import TransferDirection, TransferOutcome, TransferResult
 from tests.support.engine_bench import PREFILL, EngineBench
 from tests.support.fake_runner import oracle_tokens
+from tests.support.guessing_drafter import OracleDrafter
 from tests.support.memory_connector import MemoryConnector, MemoryStore
 
 
@@ -49,7 +50,10 @@ def _run_workload(seed: int) -> EngineBench:
     store = MemoryStore()
     block_size = rng.choice([1, 2, 4, 8])
     num_blocks = rng.randrange(64 // block_size, 256 // block_size)
+    guesser = OracleDrafter(rng.randrange(1, 5), rng) if rng.random() < 0.3 else None
     bench = EngineBench(
+        drafter=guesser,
+        overlap_steps=rng.choice(["on", "off"]),
         num_blocks=num_blocks,
         connector=MemoryConnector(store, is_immediate=rng.random() < 0.3) if rng.random() < 0.8 else None,
         max_model_len=64,
@@ -75,24 +79,33 @@ def _run_workload(seed: int) -> EngineBench:
             is_prefill = rng.random() < 0.3
             known = oracle_tokens(prompt, rng.choice([0, 0, 3]))
             max_tokens = len(known) + rng.randrange(1, 20)
+            right = oracle_tokens(prompt, len(known) + (1 if is_prefill else max_tokens - len(known)))[len(known) :]
+            if rng.random() < 0.4:  # an end that nobody can know before it is sampled
+                stop = rng.choice(right)
+                right = right[: right.index(stop) + 1]
+            else:
+                stop = None
+            expected[request_id] = right
             bench.add(
                 request_id,
                 prompt,
                 max_tokens,
                 output=known,
+                stop_token_ids=() if stop is None else (stop,),
                 salt=rng.choice(["", "", "salt"]),
                 priority=rng.randrange(3),
                 **({"stage": PREFILL} if is_prefill else {}),
             )
-            count = 1 if is_prefill else max_tokens - len(known)
-            expected[request_id] = oracle_tokens(prompt, len(known) + count)[len(known) :]
+            if guesser is not None:
+                guesser.prompts[request_id] = prompt
         if expected and rng.random() < 0.05:
             request_id = rng.choice(list(expected))
             if bench.engine.abort_request(request_id):
                 aborted.add(request_id)
         bench.step()
         audit = bench.engine.audit()
-        references = audit.counts["request_references"] + audit.counts["transfer_pins"]
+        holders = ("request_references", "transfer_pins", "fenced_references")
+        references = sum(audit.counts[holder] for holder in holders)
         assert audit.counts["block_references"] == references, f"seed {seed}, step {step}"
         assert all(plan.num_total_tokens <= bench.options.max_num_batched_tokens for plan in bench.runner.plans[-1:])
         if bench.connector is not None:
@@ -117,4 +130,7 @@ def test_engine_random_workload_matches_oracle_and_leaks_nothing(first_seed: int
     """What is printed on failure is the seed that replays it."""
     benches = [_run_workload(seed) for seed in range(first_seed, first_seed + 100)]
     assert sum(bench.engine.stats.num_preemptions for bench in benches) > 10, "the pools are too large to test preemption"
+    assert sum(bench.engine.stats.num_draft_tokens for bench in benches) > 100, "nothing was ever drafted"
+    accepted = sum(sum(bench.engine.stats.accepted_by_position.values()) for bench in benches)
+    assert 50 < accepted < sum(bench.engine.stats.num_draft_tokens for bench in benches), "drafts never were right and wrong"
     assert sum(bench.engine.stats.external_hit_tokens for bench in benches) > 100, "nothing was ever loaded"

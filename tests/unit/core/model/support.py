@@ -122,7 +122,7 @@ class Driver:
                         request.num_computed_tokens,
                         list(request.block_ids),
                         request.sampling,
-                        request.adapter,
+                        self.runner.adapters.find(request.adapter) if request.adapter else None,
                     )
                 )
                 request.is_known = True
