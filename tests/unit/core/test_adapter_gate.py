@@ -180,11 +180,20 @@ def test_kv_of_an_adapter_is_a_hit_for_its_content_alone_in_cache_and_store() ->
     assert other.tokens["b"] == bench.tokens["b"] == oracle_tokens(prompt, 4, B) != bench.tokens["a"]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_adapters_priorities_aborts_and_preemptions_keep_the_limits_and_end(seed: int) -> None:
     rng = random.Random(seed)
     bench = adapter_bench(
-        A, B, C, D, num_blocks=12, max_loras=rng.choice((1, 2)), max_cpu_loras=2, max_num_seqs=6, policy="priority"
+        A,
+        B,
+        C,
+        D,
+        num_blocks=12,
+        max_loras=rng.choice((1, 2)),
+        max_cpu_loras=2,
+        max_num_seqs=6,
+        policy="priority",
+        overlap_steps=rng.choice(("on", "off")),
     )
     asked: dict[str, tuple[list[int], int, str]] = {}
     for step in range(200):

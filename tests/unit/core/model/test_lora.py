@@ -116,3 +116,25 @@ def test_any_number_of_threads_gives_an_adapter_the_same_bits(folders: dict[str,
     for other in found[1:]:
         assert _same_bits(driver.kv(other), driver.kv(found[0])), other.request_id
         assert other.logprobs == found[0].logprobs
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_folder_written_by_peft_where_peft_is_installed_equals_peft(tmp_path: Path, use_rslora: bool) -> None:
+    peft = pytest.importorskip("peft")
+    model = save_llama(tmp_path / "model")
+    config = peft.LoraConfig(
+        r=6, lora_alpha=9, target_modules="all-linear", use_rslora=use_rslora, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, config).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    driver = Driver(tmp_path / "model")
+    prompt = random_prompt(40, seed=1)
+    adapter = driver.load_adapter(tmp_path / "adapter")
+    request = driver.run_alone(driver.add("a", prompt, WITH_LOGPROBS, adapter), 8, chunk=100)
+    with torch.inference_mode():
+        logprobs = adapted(torch.tensor([request.token_ids])).logits[0].log_softmax(-1)
+    expected = logprobs[len(prompt) - 1 : -1]
+    assert request.output == expected.argmax(-1).tolist()
+    for ours, row in zip(request.logprobs, expected, strict=True):
+        assert abs(ours.logprob - float(row[ours.token_id])) < 1e-3
