@@ -1,4 +1,4 @@
-"""Which LoRA adapters are served, under which names: plain state of RouterCore's.
+"""Which LoRA adapters are served, under which names, and what nodes are told of them: a part of RouterCore's state.
 
 A name may be given to new content. What was admitted under the old one keeps it: an adapter is known to the nodes as long as a
 name, a request in flight or a load that has not ended refers to it.
@@ -6,13 +6,14 @@ name, a request in flight or a load that has not ended refers to it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.adapter_files import Adapter, read_adapter
 from core.errors import InvalidInputError
-from core.wire.messages import AdapterReply
+from core.wire.messages import AdapterReply, LoadAdapter, RouterMessage, UnloadAdapter
 
 MAX_NAME_CHARS = 256
 MAX_ADAPTERS = 512  # with a name at a time
@@ -28,12 +29,13 @@ class AdapterRound:
 
 
 class AdapterRegistry:
-    """Methods that give up a reference return the adapter when it was the last one: then nodes need it no more."""
+    """Used from the router's event loop alone, like all of RouterCore."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell_all: Callable[[RouterMessage], set[str]]) -> None:
+        """tell_all: sends to all connected nodes, and returns their ids."""
+        self._tell_all = tell_all
         self._by_name: dict[str, Adapter] = {}
-        self._known: dict[bytes, Adapter] = {}  # by fingerprint
-        self._num_uses: dict[bytes, int] = {}
+        self._uses: dict[bytes, Counter[Adapter]] = {}  # by fingerprint: several folders may hold the same
         self._rounds: list[AdapterRound] = []
 
     @property
@@ -46,43 +48,50 @@ class AdapterRegistry:
         return self._by_name.get(name)
 
     def known(self) -> list[Adapter]:
-        """All that nodes must know."""
-        return list(self._known.values())
+        """All that nodes must know, each content once."""
+        return [self._best_of(uses) for uses in self._uses.values()]
 
     def use(self, adapter: Adapter) -> None:
         """Refer to it until `release`."""
-        self._known[adapter.fingerprint] = adapter
-        self._num_uses[adapter.fingerprint] = self._num_uses.get(adapter.fingerprint, 0) + 1
+        self._uses.setdefault(adapter.fingerprint, Counter())[adapter] += 1
 
-    def release(self, adapter: Adapter) -> Adapter | None:
-        """End one reference."""
-        self._num_uses[adapter.fingerprint] -= 1
-        if self._num_uses[adapter.fingerprint]:
-            return None
-        del self._num_uses[adapter.fingerprint]
-        return self._known.pop(adapter.fingerprint)
+    def release(self, adapter: Adapter) -> None:
+        """End one reference. After the last one nodes need the adapter no more."""
+        uses = self._uses[adapter.fingerprint]
+        uses[adapter] -= 1
+        if uses[adapter]:
+            return
+        del uses[adapter]
+        if uses:  # nodes may have this one's folder, where other content may be by now
+            self._tell_all(load_message(self._best_of(uses)))
+        else:
+            del self._uses[adapter.fingerprint]
+            self._tell_all(UnloadAdapter(adapter.fingerprint))
 
-    def bind(self, adapter: Adapter) -> Adapter | None:
-        """Give the adapter its name, which may be another's until now."""
-        before = self._by_name.get(adapter.name)
+    def start_load(self, adapter: Adapter) -> AdapterRound:
+        """Tell all connected nodes of an adapter. The caller waits as long as it likes, and ends the round."""
         self.use(adapter)
-        self._by_name[adapter.name] = adapter
-        return self.release(before) if before is not None else None
-
-    def unbind(self, name: str) -> Adapter | None:
-        """Take a name back; it must be there."""
-        return self.release(self._by_name.pop(name))
-
-    def start_round(self, adapter: Adapter, node_ids: set[str]) -> AdapterRound:
-        """Expect a reply of each of these nodes. The round is one reference."""
-        self.use(adapter)
-        round_ = AdapterRound(adapter, node_ids)
+        round_ = AdapterRound(adapter, self._tell_all(load_message(adapter)))
         self._rounds.append(round_)
         return round_
 
-    def end_round(self, round_: AdapterRound) -> None:
-        """Expect nothing more. The reference stays the caller's to release."""
+    def end_load(self, round_: AdapterRound, *, is_accepted: bool) -> None:
+        """From now on the adapter's name means it, whatever it meant before; or, not accepted, nothing has changed."""
         self._rounds.remove(round_)
+        if is_accepted:
+            before = self._by_name.get(round_.adapter.name)
+            self.use(round_.adapter)
+            self._by_name[round_.adapter.name] = round_.adapter
+            if before is not None:
+                self.release(before)
+        self.release(round_.adapter)
+
+    def unload(self, name: str) -> bool:
+        """Requests can no longer name it; those in flight keep it. False when no adapter has that name."""
+        adapter = self._by_name.pop(name, None)
+        if adapter is not None:
+            self.release(adapter)
+        return adapter is not None
 
     def take_reply(self, node_id: str, reply: AdapterReply) -> bool:
         """A node's outcome; False when it is an error that nobody waits for."""
@@ -95,10 +104,19 @@ class AdapterRegistry:
                     round_.errors[node_id] = reply.error
         return is_expected or not reply.error
 
+    def _best_of(self, uses: Counter[Adapter]) -> Adapter:
+        """The one that still has its name, if there is any: its folder is more likely to hold what it held."""
+        return next((adapter for adapter in uses if self._by_name.get(adapter.name) == adapter), next(iter(uses)))
+
     def forget_node(self, node_id: str) -> None:
         """The node is gone; it is told again when it is back."""
         for round_ in self._rounds:
             round_.missing.discard(node_id)
+
+
+def load_message(adapter: Adapter) -> LoadAdapter:
+    """What nodes are told of an adapter."""
+    return LoadAdapter(name=adapter.name, fingerprint=adapter.fingerprint, path=adapter.path)
 
 
 def adapter_from_folder(name: str, path: str, model_names: Collection[str]) -> Adapter:

@@ -123,7 +123,7 @@ class Dispatcher:
 
     async def load_adapter(self, adapter: Adapter, timeout_s: float) -> dict[str, str]:
         """Have all connected nodes load an adapter, and serve it if all can; else why they cannot, by node_id."""
-        round_ = self.core.start_adapter_load(adapter)
+        round_ = self.core.adapters.start_load(adapter)
         try:
             async with asyncio.timeout(timeout_s):
                 while round_.missing:
@@ -131,7 +131,7 @@ class Dispatcher:
         except TimeoutError:
             round_.errors.update(dict.fromkeys(round_.missing, f"no answer within {timeout_s:g} s"))
         finally:
-            self.core.end_adapter_load(round_, is_accepted=not round_.missing and not round_.errors)
+            self.core.adapters.end_load(round_, is_accepted=not round_.missing and not round_.errors)
         return round_.errors
 
     # -- inside --------------------------------------------------------------------------------------------------------

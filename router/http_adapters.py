@@ -48,6 +48,6 @@ class AdapterEndpoints:
         """POST /v1/unload_lora_adapter: requests in flight keep the adapter, new ones cannot name it."""
         name = decode_body(body, UnloadAdapterRequest).lora_name
         async with self._one_at_a_time:
-            if not self._dispatcher.core.unload_adapter(name):
+            if not self._dispatcher.core.adapters.unload(name):
                 raise HTTPException(404, f"lora_name: got {name[:256]!r}; no adapter of that name is loaded")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from core.adapter_files import Adapter
 from core.clock import Clock
 from core.config import RouterOptions
 from core.errors import OverloadedError
@@ -25,21 +24,19 @@ from core.wire.messages import (
     AuditRequest,
     Drain,
     Heartbeat,
-    LoadAdapter,
     NodeMessage,
     Ping,
     Register,
     RegisterAgain,
     RegisterReply,
     RouterMessage,
-    UnloadAdapter,
     Updates,
     decode_node_message,
     encode,
 )
 from core.wire.numbering import Arrival
 from core.wire.warning_limit import WarningLimit
-from router.adapters import AdapterRegistry, AdapterRound
+from router.adapters import AdapterRegistry, load_message
 from router.flow_actions import Action, Count, Deliver, Dispatch, Fail, Release, RequestSpec
 from router.metrics import RouterMetrics
 from router.policy import Placer
@@ -97,7 +94,7 @@ class RouterCore:
         """id_prefix: differs for every start of a router, so that nodes never see an id twice. Raises ConfigError."""
         self.registry = NodeRegistry(options.heartbeat_timeout_s, options.step_stall_timeout_s)
         self.audits: dict[int, AuditRound] = {}
-        self.adapters = AdapterRegistry()
+        self.adapters = AdapterRegistry(self._tell_all)
         self._options = options
         self._clock = clock
         self._send_to = send
@@ -258,36 +255,6 @@ class RouterCore:
         self._handle_lost()
         return round_
 
-    # -- adapters ------------------------------------------------------------------------------------------------------
-    def start_adapter_load(self, adapter: Adapter) -> AdapterRound:
-        """Tell all connected nodes of an adapter; the caller ends the round with end_adapter_load."""
-        nodes = self.registry.connected()
-        round_ = self.adapters.start_round(adapter, {node.node_id for node in nodes})
-        for node in nodes:
-            self._send(node, _load_message(adapter))
-        self._handle_lost()
-        return round_
-
-    def end_adapter_load(self, round_: AdapterRound, *, is_accepted: bool) -> None:
-        """From now on requests that name the adapter get it, in place of what had the name before; or it is given up."""
-        self.adapters.end_round(round_)
-        if is_accepted:
-            self._unload(self.adapters.bind(round_.adapter))
-        self._unload(self.adapters.release(round_.adapter))
-
-    def unload_adapter(self, name: str) -> bool:
-        """New requests can no longer name it; those in flight keep it. False when no adapter has that name."""
-        if self.adapters.find(name) is None:
-            return False
-        self._unload(self.adapters.unbind(name))
-        return True
-
-    def _unload(self, unused: Adapter | None) -> None:
-        for node in self.registry.connected() if unused is not None else ():
-            assert unused is not None
-            self._send(node, UnloadAdapter(unused.fingerprint))
-        self._handle_lost()
-
     # -- inside: messages ----------------------------------------------------------------------------------------------
     def _handle_register(self, identity: bytes, message: Register, now_s: float) -> None:
         old = self.registry.nodes.get(message.node_id)
@@ -306,7 +273,7 @@ class RouterCore:
             logger.warning("node %s has the store %s, others %s", message.node_id, message.connector, ", ".join(sorted(others)))
         lost = _LostNode(message.node_id, "registered again without its requests", is_death)
         for adapter in self.adapters.known():
-            self._send(self.registry.nodes[message.node_id], _load_message(adapter))
+            self._send(self.registry.nodes[message.node_id], load_message(adapter))
         self._fail_over(lost, outcome.lost_request_ids, now_s)
         if self.registry.nodes[message.node_id].drain_deadline_s is not None:
             self._send(self.registry.nodes[message.node_id], Drain())  # the first one may have been lost
@@ -419,7 +386,7 @@ class RouterCore:
     def _forget(self, tracked: _Tracked) -> None:
         spec = tracked.flow.spec
         if self._tracked.pop(spec.request_id, None) is not None and spec.adapter is not None:
-            self._unload(self.adapters.release(spec.adapter))
+            self.adapters.release(spec.adapter)
 
     def _dispatch(self, tracked: _Tracked, action: Dispatch) -> None:
         message = action.message
@@ -438,6 +405,13 @@ class RouterCore:
     def _send(self, node: NodeState, message: RouterMessage, undelivered: str = "") -> None:
         if not self._send_to(node.identity, encode(message, node.numbers.next_place())):
             self._lost.append(_LostNode(node.node_id, "connection closed", undelivered=undelivered))
+
+    def _tell_all(self, message: RouterMessage) -> set[str]:
+        """Send to all connected nodes; their ids. One that is found gone is marked down with the next input."""
+        nodes = self.registry.connected()
+        for node in nodes:
+            self._send(node, message)
+        return {node.node_id for node in nodes}
 
     def _send_outside(self, identity: bytes, message: RegisterReply | RegisterAgain) -> None:
         self._send_to(identity, encode(message))
@@ -485,10 +459,6 @@ class RouterCore:
             self._metrics.decode_time.observe(tracked.last_token_s - tracked.first_token_s)
             if num_tokens > 1:
                 self._metrics.time_per_output_token.observe((tracked.last_token_s - tracked.first_token_s) / (num_tokens - 1))
-
-
-def _load_message(adapter: Adapter) -> LoadAdapter:
-    return LoadAdapter(name=adapter.name, fingerprint=adapter.fingerprint, path=adapter.path)
 
 
 def _request_body(flow: RequestFlow, now_s: float) -> dict[str, object]:

@@ -69,8 +69,9 @@ async def _serve(config: Config) -> int:
         http_port: int = http_socket.getsockname()[1]
         try:
             control_port = dispatcher.bind(options.control_host, options.control_port or http_port + 1)
+            adapters = dispatcher.core.adapters
             for adapter in await asyncio.to_thread(read_lora_modules, options, model):
-                dispatcher.core.end_adapter_load(dispatcher.core.start_adapter_load(adapter), is_accepted=True)
+                adapters.end_load(adapters.start_load(adapter), is_accepted=True)
             dispatcher.start()
             leave = asyncio.Event()
             api = HttpApi(options, clock, model, tokenizer, chat_template, dispatcher, metrics, leave.set, api_keys)

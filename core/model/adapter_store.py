@@ -6,6 +6,8 @@ share of it: files are read, hashed and cast on a thread of their own, one at a 
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +18,8 @@ from core.errors import InvalidInputError
 from core.model.description import ModelArchitecture
 from core.model.lora import AdapterLayers, build_adapter
 from core.step import AdapterLoad
+
+_logger = logging.getLogger(__name__)
 
 
 class TorchAdapterStore:
@@ -56,9 +60,12 @@ class TorchAdapterStore:
         """On the reader's thread; its broad except, so that whoever waits for the load always hears of its end."""
         layers: AdapterLayers | None = None
         error = ""
+        started_s = time.monotonic()
         try:
             layers = self._read(adapter, path)
+            _logger.info("loaded the adapter %s of %s in %.2f s", adapter, path, time.monotonic() - started_s)
         except Exception as fault:
+            _logger.warning("the adapter %s of %s cannot be loaded: %s", adapter, path, fault)
             error = str(fault) if isinstance(fault, InvalidInputError) else f"{type(fault).__name__}: {fault}"
         self._ended.append((AdapterLoad(adapter, error), layers))
 

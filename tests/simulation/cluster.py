@@ -208,7 +208,8 @@ class SimCluster:
         """As its configuration or an administrator would; a name that exists gets new content."""
         self._adapters = {name: kept for name, kept in self._adapters.items() if name != adapter.name} | {adapter.name: adapter}
         if self.router is not None:
-            self.router.end_adapter_load(self.router.start_adapter_load(adapter), is_accepted=True)
+            adapters = self.router.adapters
+            adapters.end_load(adapters.start_load(adapter), is_accepted=True)
 
     def kill_router(self) -> None:
         """kill -9: its clients' and its nodes' connections break, and with them what was in flight."""

@@ -111,6 +111,20 @@ def test_node_that_registers_later_is_told_of_all_adapters(cluster: RunningRoute
     assert late.loaded == {read_adapter(str(folder)).fingerprint: str(folder)}
 
 
+def test_same_content_in_two_folders_is_told_from_one_that_still_has_it(
+    cluster: RunningRouter, folder: Path, tmp_path: Path
+) -> None:
+    """Or a node that comes later, or reads it again, would find other content in the folder that was reloaded."""
+    changing = write_adapter(tmp_path / "changing", b"first")
+    fingerprint = read_adapter(str(folder)).fingerprint
+    load(cluster, "kept", folder)
+    load(cluster, "changing", changing)
+    load(cluster, "changing", write_adapter(changing, b"second"), load_inplace=True)
+    late = cluster.add_node("decode")
+    wait_until(lambda: all(len(node.loaded) == 2 for node in cluster.nodes), "all know both contents")
+    assert {node.loaded[fingerprint] for node in (late, *cluster.nodes)} == {str(folder)}
+
+
 def test_adapter_that_one_node_cannot_load_is_given_up_everywhere(cluster: RunningRouter, folder: Path) -> None:
     cluster.nodes[1].adapter_error = "it has another shape"
     answer = load(cluster, "sql", folder)
