@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from core.adapter_files import read_adapter
+from core.errors import InvalidInputError
+from core.model.lora import build_adapter
 from core.sampling_params import SamplingParams
 from tests.support.lora_folders import ATTENTION, save_adapter, save_merged
 from tests.unit.core.model.support import Driver, Request, random_prompt, save_llama
@@ -100,6 +105,64 @@ def test_mixed_batches_give_everyone_the_bits_of_being_alone(
         assert request.output == expected.output
         assert request.logprobs == expected.logprobs
         assert request.prompt_logprobs == expected.prompt_logprobs
+
+
+def test_adapter_that_is_dropped_stays_with_the_requests_that_have_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A step may still be in flight for a request that has ended, when its adapter makes room for another."""
+    driver = Driver(folders["tiny"])
+    adapter = driver.load_adapter(save_adapter(tmp_path / "a", folders["tiny"]))
+    prompt = random_prompt(20, seed=3)
+    expected = driver.run_alone(driver.add("before", prompt, adapter=adapter), 4, chunk=20)
+    request = driver.run_alone(driver.add("a", prompt, adapter=adapter), 2, chunk=20)
+    driver.runner.adapters.drop(adapter)
+    assert driver.run_alone(request, 4, chunk=20).output == expected.output
+    with pytest.raises(KeyError):
+        driver.runner.adapters.find(adapter)
+
+
+DOWN = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({DOWN: None}, r"layers\.1\.q_proj: got 'lora_B alone'; allowed: both lora_A and lora_B"),
+        ({DOWN: (7, 96)}, r"got '\[7, 96\] of torch.float32'; allowed: \[8, 96\]"),
+        ({DOWN.replace("1", "2"): (8, 96)}, r"layers\.2\.self_attn.*; allowed: .* with N below 2"),
+        ({DOWN.replace("lora_A", "lora_magnitude_vector"): (96,)}, r"lora_magnitude_vector.*; allowed: base_model"),
+        ({"base_model.model.lm_head.lora_A.weight": (8, 96)}, r"lm_head.*; allowed: .* MODULE one of q_proj"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_model_are_refused_by_name(
+    folders: dict[str, Path], tmp_path: Path, changes: dict[str, tuple[int, ...] | None], message: str
+) -> None:
+    folder = save_adapter(tmp_path / "a", folders["tiny"], modules=("q_proj",))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name, shape in changes.items():
+        tensors.pop(name, None)
+        if shape is not None:
+            tensors[name] = torch.zeros(shape)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    architecture = Driver(folders["tiny"], num_blocks=8).description.architecture
+    with pytest.raises(InvalidInputError, match=message):
+        build_adapter(read_adapter(str(folder)), architecture, torch.float32, torch.device("cpu"))
+
+
+def test_folder_that_changed_since_it_was_named_and_a_rank_that_is_too_high_are_not_loaded(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    store = Driver(folders["tiny"], num_blocks=8).runner.adapters
+    changed, wide = tmp_path / "changed", save_adapter(tmp_path / "wide", folders["tiny"], rank=65)
+    before = read_adapter(str(save_adapter(changed, folders["tiny"], seed=1))).fingerprint.hex()
+    save_adapter(changed, folders["tiny"], seed=2)
+    for adapter, folder, message in (
+        (before, changed, "they have changed since"),
+        (read_adapter(str(wide)).fingerprint.hex(), wide, "r: got 65; allowed: at most 64"),
+    ):
+        store.start_load(adapter, str(folder))
+        while not (loads := store.poll_loads()):
+            time.sleep(0.001)
+        assert loads[0].adapter == adapter and message in loads[0].error
 
 
 def test_any_number_of_threads_gives_an_adapter_the_same_bits(folders: dict[str, Path], tmp_path: Path) -> None:
