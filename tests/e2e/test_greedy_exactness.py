@@ -34,8 +34,9 @@ def cluster_spec(dtype: str, *, num_threads: int = 1, **keywords: Any) -> Cluste
         "kv_pool_mib": 700,
         "num_threads": num_threads,
         "max_num_batched_tokens": 512,
-        "kv_load_policy": "always",
-    }  # so that hits can be counted
+        "kv_load_policy": "always",  # so that hits can be counted
+        **keywords.pop("engine", {}),
+    }
     return ClusterSpec(model=MODEL, dtype=dtype, engine=engine, **keywords)
 
 
@@ -92,6 +93,29 @@ def test_disaggregated_through_shm_equals_monolithic_also_from_hits(
         assert ask_all(cluster, prompts) == expected
         assert local_hits(cluster, "decode") == prompts.num_decode_hit_tokens
         assert local_hits(cluster, "prefill") == prompts.num_prefill_hit_tokens
+        cluster.wait_clean()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"], indirect=True)
+@pytest.mark.timeout(900)
+def test_disaggregated_with_overlapped_steps_equals_monolithic(dtype: str, prompts: Prompts, expected: list[list[int]]) -> None:
+    with Cluster(cluster_spec(dtype, prefill=1, decode=1, connector="shm", engine={"overlap_steps": "on"})) as cluster:
+        assert ask_all(cluster, prompts) == expected
+        assert external_hits(cluster, "decode") == prompts.num_decode_hit_tokens
+        cluster.wait_clean()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"], indirect=True)
+@pytest.mark.timeout(900)
+def test_disaggregated_with_drafts_equals_monolithic_in_fewer_steps(
+    dtype: str, prompts: Prompts, expected: list[list[int]]
+) -> None:
+    engine = {"num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    with Cluster(cluster_spec(dtype, prefill=1, decode=1, connector="shm", engine=engine)) as cluster:
+        assert ask_all(cluster, prompts) == expected
+        drafted = cluster.client.metric("kvrelay_spec_decode_num_draft_tokens_total", role="decode")
+        accepted = cluster.client.metric("kvrelay_spec_decode_num_accepted_tokens_per_pos_total", role="decode")
+        assert 0 < accepted < drafted
         cluster.wait_clean()
 
 

@@ -106,9 +106,10 @@ class Driver:
         request.block_ids, request.num_computed_tokens, request.is_known = [], 0, False
         self._removed.append(request.request_id)
 
-    def step(self, shares: list[tuple[Request, int]]) -> StepResult:
-        """Compute some tokens of some requests; sampled tokens are appended to them."""
+    def step(self, shares: list[tuple[Request, int]], drafts: dict[str, list[int]] | None = None) -> StepResult:
+        """Compute some tokens of some requests; sampled tokens are appended to them. drafts: the last of a request's tokens."""
         new, more = [], {}
+        drafts = drafts or {}
         for request, num_tokens in shares:
             lacking = -(-(request.num_computed_tokens + num_tokens) // BLOCK_SIZE) - len(request.block_ids)
             blocks = [self._free.pop() for _ in range(max(lacking, 0))]
@@ -129,14 +130,17 @@ class Driver:
             elif blocks:
                 more[request.request_id] = blocks
         scheduled = {request.request_id: num_tokens for request, num_tokens in shares}
-        plan = StepPlan(self._step_id, scheduled, sum(scheduled.values()), new, more, self._removed, [])
+        plan = StepPlan(self._step_id, scheduled, sum(scheduled.values()), new, more, self._removed, [], 0, drafts)
         self._removed = []
         self._step_id += 1
         result = self.runner.execute(plan)
         for (request, num_tokens), sampled in zip(shares, result.sampled_token_ids, strict=True):
+            guessed = drafts.get(request.request_id, [])
             request.num_computed_tokens += num_tokens
-            assert bool(sampled) == (request.num_computed_tokens == len(request.token_ids))
+            assert bool(sampled) == (request.num_computed_tokens - len(guessed) == len(request.token_ids))
+            assert not sampled or sampled[:-1] == guessed[: len(sampled) - 1]
             request.token_ids += sampled
+            request.num_computed_tokens -= len(guessed) + 1 - len(sampled) if sampled else 0
             request.logprobs += result.logprobs.get(request.request_id, [])
             request.prompt_logprobs += result.prompt_logprobs.get(request.request_id, [])
         return result
