@@ -338,7 +338,12 @@ def add_config_flags(parser: argparse.ArgumentParser, sections: Sequence[str]) -
                 continue
             if key in MAPPING_KEYS:
                 parser.add_argument(
-                    *(MAPPING_KEYS[key], f"--{key}"), dest=key, action="extend", nargs="+", metavar="NAME=PATH", help="none"
+                    *(MAPPING_KEYS[key], f"--{key}"),
+                    dest=key,
+                    action="extend",
+                    nargs="+",
+                    metavar="NAME=PATH",
+                    help="several, or again; default none",
                 )
                 continue
             names = [*short_by_key.get(key, []), f"--{key}"]
