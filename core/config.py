@@ -74,7 +74,9 @@ class EngineOptions:
     before. jump_decoding: tokens that a grammar leaves no choice about are appended without sampling them, one step each.
     kv_load_policy: auto loads KV from the store when that is predicted to be faster than computing it, always does not ask.
     num_threads 0: what torch chooses. device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory
-    through which KV passes between a CUDA device and the store.
+    through which KV passes between a CUDA device and the store. max_loras: LoRA adapters among the requests of one step (0: none
+    are served); max_cpu_loras: adapters kept in memory, beyond which the one used longest ago is dropped, to be read again;
+    max_lora_rank: of one adapter.
     """
 
     block_size: int = 16
@@ -100,6 +102,9 @@ class EngineOptions:
     num_threads: int = 0
     device: str = "cpu"
     staging_mib: int = 512
+    max_loras: int = 4
+    max_cpu_loras: int = 16
+    max_lora_rank: int = 64
     lookup_timeout_s: float = 1.0
     kv_load_timeout_s: float = 10.0
     kv_save_timeout_s: float = 30.0
@@ -107,7 +112,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("block_size", "kv_pool_mib", "staging_mib", "max_num_batched_tokens", "max_num_seqs", "max_num_waiting"):
             _check(getattr(self, name) >= 1, f"engine.{name}", getattr(self, name), "1 or more")
-        for name in ("num_blocks", "long_prefill_token_threshold", "max_long_partial_prefills", "num_threads"):
+        for name in ("num_blocks", "long_prefill_token_threshold", "max_long_partial_prefills", "num_threads", "max_loras"):
             _check(getattr(self, name) >= 0, f"engine.{name}", getattr(self, name), "0 or more")
         for name in ("priority_aging_s", "scheduler_delay_factor"):
             _check(0 <= getattr(self, name) < math.inf, f"engine.{name}", getattr(self, name), "0 (off) or more")
@@ -115,6 +120,11 @@ class EngineOptions:
             _check(getattr(self, name) > 0, f"engine.{name}", getattr(self, name), "above 0")
         is_device = re.fullmatch("cpu|cuda(:(0|[1-9][0-9]?))?", self.device) is not None
         _check(is_device, "engine.device", self.device, "cpu, cuda or cuda:N")
+        most = "at least engine.max_loras"
+        _check(
+            self.max_cpu_loras >= max(1, self.max_loras), "engine.max_cpu_loras", self.max_cpu_loras, f"{most} ({self.max_loras})"
+        )
+        _check(1 <= self.max_lora_rank <= 1024, "engine.max_lora_rank", self.max_lora_rank, "1 to 1024")
         _check(self.policy in ("fcfs", "priority"), "engine.policy", self.policy, "fcfs or priority")
         _check(self.overlap_steps in ("auto", "on", "off"), "engine.overlap_steps", self.overlap_steps, "auto, on or off")
         drafted, longest, shortest = self.num_speculative_tokens, self.prompt_lookup_max, self.prompt_lookup_min
@@ -162,7 +172,10 @@ class RouterOptions:
     prefill_timeout_s: how long PrefillDone may take before the decode node does it all; max_attempts bounds dispatches
     of one request over all nodes, max_node_deaths the nodes that may die while they have it. step_stall_timeout_s: a node
     whose step thread has not moved for so long gets nothing new and loses its requests to others. drain_timeout_s: how long a
-    draining node may finish what it has before the rest moves to other nodes. http_fd: an inherited socket that listens already
+    draining node may finish what it has before the rest moves to other nodes.
+    lora_modules: LoRA adapters that are served from the start, folders by name, as every node finds them.
+    allow_runtime_lora_updating: administrators may load and unload adapters, which makes all nodes read a folder that they name.
+    http_fd: an inherited socket that listens already
     (-1: bind host and port), so that connections wait while a router is replaced.
     """
 
@@ -193,6 +206,8 @@ class RouterOptions:
     local_prefill_max_tokens: int = 0
     step_stall_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
+    lora_modules: dict[str, str] = field(default_factory=dict)
+    allow_runtime_lora_updating: bool = False
     http_fd: int = -1
 
     def __post_init__(self) -> None:
@@ -209,6 +224,9 @@ class RouterOptions:
             self.tool_call_parser,
             f"one of {', '.join(TOOL_CALL_PARSERS)}, or none to guess by the chat template",
         )
+        for name, path in self.lora_modules.items():
+            is_module = 1 <= len(name) <= 256 and bool(path)
+            _check(is_module, "router.lora_modules", f"{name}={path}", "NAME=PATH, a name of at most 256 characters and a folder")
         _check(self.drain_timeout_s >= 0, "router.drain_timeout_s", self.drain_timeout_s, "0 (hand over at once) or more")
         for name in (
             "request_timeout_s",
@@ -313,6 +331,7 @@ SHORT_FLAGS = {
 }
 
 
+MAPPING_KEYS = {"router.lora_modules": "--lora-modules"}  # given as NAME=PATH, several times or several at once
 HIDDEN_FLAGS = ("router.http_fd",)  # for programs that start a router, not for people
 
 
@@ -346,6 +365,16 @@ def add_config_flags(parser: argparse.ArgumentParser, sections: Sequence[str]) -
                     "--connector-option", action="append", default=[], metavar="KEY=VALUE", help="option of the connector"
                 )
                 continue
+            if key in MAPPING_KEYS:
+                parser.add_argument(
+                    *(MAPPING_KEYS[key], f"--{key}"),
+                    dest=key,
+                    action="extend",
+                    nargs="+",
+                    metavar="NAME=PATH",
+                    help="several, or again; default none",
+                )
+                continue
             names = [*short_by_key.get(key, []), f"--{key}"]
             text = argparse.SUPPRESS if key in HIDDEN_FLAGS else f"default {leaf.default!r}"
             parser.add_argument(*names, dest=key, default=None, metavar=leaf.name.upper(), help=text)
@@ -366,7 +395,7 @@ def load_config(flags: Mapping[str, Any] | None = None, environment: Mapping[str
     for key in _keys():
         variable = ENVIRONMENT_PREFIX + key.replace(".", "_").upper()
         if variable in variables:
-            _set(tree, key, variables[variable])
+            _set(tree, key, variables[variable].split(",") if key in MAPPING_KEYS else variables[variable])
         if given.get(key) is not None:
             _set(tree, key, given[key])
     for item in given.get("connector_option") or []:
@@ -471,6 +500,8 @@ def _check_variables(variables: Mapping[str, str]) -> None:
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     section, _, leaf = key.partition(".")
+    if key in MAPPING_KEYS:
+        value = {**(tree.get(section, {}).get(leaf) or {}), **_pairs(key, value)}
     tree.setdefault(section, {})[leaf] = value
 
 
@@ -492,6 +523,15 @@ def _refuse_doubled_keys(root: yaml.Node | None) -> None:
                     if key.value in seen:
                         raise yaml.MarkedYAMLError(None, None, f"the key {key.value} is there twice", key.start_mark)
                     seen.add(key.value)
+
+
+def _pairs(key: str, items: Sequence[str]) -> dict[str, str]:
+    pairs = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        _check(bool(name and equals and value), key, item, "NAME=PATH")
+        pairs[name] = value
+    return pairs
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from core.adapter_gate import AdapterGate
 from core.clock import Clock
 from core.config import EngineOptions
 from core.constrained import ConstrainedRequests
@@ -22,11 +23,11 @@ from core.kv.block_pool import BlockPool
 from core.kv.connector import KVConnector
 from core.kv.ledger import TransferLedger
 from core.kv_cache_manager import KVCacheManager
-from core.request import FinishReason, Request, RequestStage
+from core.request import FinishReason, Request, RequestStage, RequestStatus
 from core.sampling_params import SamplingParams
 from core.scheduler import Scheduler
 from core.stats import EngineStats
-from core.step import ModelRunner, StepPlan
+from core.step import AdapterStore, ModelRunner, StepPlan
 from core.step_output import FinishedRequest, StepOutput
 from core.steps_in_flight import StepOutcome, StepsInFlight
 
@@ -64,11 +65,12 @@ class EngineCore:
         *,
         drafter: Drafter | None = None,
         grammar_compiler: GrammarCompiler | None = None,
+        adapters: AdapterStore | None = None,
         has_model_thread: bool = False,
     ) -> None:
         """drafter: instead of the one that the options name. grammar_compiler: for structured output; None refuses it. It is
-        closed with the engine. has_model_thread: the runner is called on a thread of its own, so that steps that overlap do so in
-        time; else the runner is called when a result is asked for.
+        closed with the engine. adapters: the runner's; None: it takes none. has_model_thread: the runner is called on a thread of
+        its own, so that steps that overlap do so in time; else the runner is called when a result is asked for.
         """
         if num_blocks * options.block_size < model.max_model_len:
             raise ConfigError(
@@ -97,8 +99,9 @@ class EngineCore:
         )
         self._grammar_compiler = grammar_compiler
         grammars = ConstrainedRequests(grammar_compiler, jumps=options.jump_decoding) if grammar_compiler else None
+        self.adapters = AdapterGate(adapters, options.max_loras, options.max_cpu_loras, max_passes=options.max_num_seqs)
         drafter = drafter or create_drafter(options)
-        self._scheduler = Scheduler(options, self._kv, self._ledger, clock, self.stats, drafter, grammars)
+        self._scheduler = Scheduler(options, self._kv, self._ledger, clock, self.stats, drafter, grammars, self.adapters)
         self._steps = StepsInFlight(runner, clock, on_thread=has_model_thread)
         self._news = StepOutput()  # of steps that were finished outside step()
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of ended requests are skipped
@@ -117,13 +120,16 @@ class EngineCore:
         cache_salt: str = "",
         time_left_s: float = float("inf"),
         kv_sources: tuple[str, ...] = (),
+        adapter: str = "",
     ) -> None:
         """Queue a request. output_token_ids: tokens that were sampled elsewhere already.
 
         Raises InvalidInputError when it can never be served, OverloadedError when the queue is full. time_left_s: seconds until
-        it ends with an error.
+        it ends with an error. adapter: see Request.adapter.
         """
         self._check_request(request_id, prompt_token_ids, output_token_ids, sampling)
+        if adapter and not self.adapters.is_known(adapter):
+            raise InvalidInputError("adapter", adapter, "one that was loaded here")
         if math.isnan(time_left_s):  # would spoil the order of all deadlines
             raise InvalidInputError("time_left_s", time_left_s, "a number of seconds")
         if self._scheduler.num_waiting >= self.options.max_num_waiting:
@@ -142,7 +148,8 @@ class EngineCore:
             priority=priority,
             arrival_s=now_s,
             deadline_s=now_s + time_left_s,
-            root_hash=self.model.namespace.root_hash(cache_salt),
+            root_hash=self.model.namespace.root_hash(cache_salt, bytes.fromhex(adapter)),
+            adapter=adapter,
             kv_sources=kv_sources,
             stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
             max_total_tokens=min(limit, self.model.max_model_len),
@@ -193,8 +200,9 @@ class EngineCore:
 
     # -- stepping ------------------------------------------------------------------------------------------------------
     def has_work(self) -> bool:
-        """True while a step could bring news: a request is here, or a step or a transfer is on its way."""
-        return bool(self._scheduler.requests or self._steps or self._ledger.num_in_flight or self._handoffs)
+        """True while a step could bring news: a request is here, or a step, a transfer or an adapter is on its way."""
+        is_busy = self._steps or self._ledger.num_in_flight or self._handoffs or self.adapters.has_news
+        return bool(self._scheduler.requests or is_busy)
 
     def step(self) -> StepOutput:
         """Settle ended transfers, schedule a step if there is anything to compute, and apply the result of one.
@@ -204,6 +212,8 @@ class EngineCore:
         output, self._news = self._news, StepOutput()
         started_s = self._clock.now_s()
         self._expire(started_s, output)
+        if self.adapters.has_news:
+            self._settle_adapters(output)
         self._settle_transfers()
         self.stats.step_prompt_tokens = self.stats.step_generation_tokens = 0
         has_begun = False
@@ -282,6 +292,15 @@ class EngineCore:
                 self.abort_request(request_id)
                 output.finished[request_id] = FinishedRequest(FinishReason.ERROR, error="deadline exceeded")
 
+    def _settle_adapters(self, output: StepOutput) -> None:
+        """Requests that wait for an adapter which cannot be had end with the reason."""
+        output.adapter_loads = self.adapters.poll()
+        for load in output.adapter_loads:
+            for request in list(self._scheduler.requests.values()) if load.error else ():
+                if request.adapter == load.adapter and request.status is not RequestStatus.RUNNING:
+                    self.abort_request(request.request_id)
+                    output.finished[request.request_id] = FinishedRequest(FinishReason.ERROR, error=load.error)
+
     def _settle_transfers(self) -> None:
         ended = self._ledger.poll()
         if ended:
@@ -327,6 +346,7 @@ class EngineCore:
 
     def _record_step_gauges(self) -> None:
         self._scheduler.record_gauges()
+        self.stats.num_adapters, self.stats.num_adapter_loads = self.adapters.num_resident, self.adapters.num_loads
         self.stats.num_transfers_in_flight = self._ledger.num_in_flight
 
     def audit(self) -> Audit:

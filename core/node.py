@@ -29,7 +29,7 @@ from core.metrics import engine_metric_families
 from core.node_core import NodeCore, NodeIdentity, model_info
 from core.node_link import NodeLink
 from core.stats import EngineStats
-from core.step import ModelRunner
+from core.step import AdapterStore, ModelRunner
 from core.wire import messages
 from core.wire.curve import NODE, load_keys
 
@@ -58,6 +58,7 @@ class NodeServer:
         *,
         num_blocks: int | None = None,
         grammar_compiler: GrammarCompiler | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         options = config.node
         num_blocks = connector_memory.num_blocks if num_blocks is None else num_blocks
@@ -69,6 +70,7 @@ class NodeServer:
             connector,
             MonotonicClock(),
             grammar_compiler=grammar_compiler,
+            adapters=adapters,
             has_model_thread=config.engine.overlaps_steps,
         )
         self._options = options

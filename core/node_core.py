@@ -50,10 +50,15 @@ class NodeCore:
             if command.block_hashes:
                 counts = {**counts, messages.LEADING_BLOCKS: self.engine.num_cached_blocks(command.block_hashes)}
             return [messages.AuditReply(audit_id=command.audit_id, node_id=node_id, counts=counts, problems=audit.problems)]
+        elif isinstance(command, messages.LoadAdapter):
+            return self._load_adapter(command)
+        elif isinstance(command, messages.UnloadAdapter):
+            self.engine.adapters.forget(command.fingerprint.hex())
         elif isinstance(command, messages.Drain):
             self.is_draining = True
         elif isinstance(command, messages.RegisterAgain):
             num_dropped = self.engine.abort_all()
+            self.engine.adapters.forget_all()
             if num_dropped:
                 _logger.warning("the router is gone or has forgotten this node: dropped %d requests", num_dropped)
         return []
@@ -62,7 +67,9 @@ class NodeCore:
         """One engine step: its news, and how many tokens it computed (0: only transfers can bring more)."""
         output = self.engine.step()
         updates = updates_from_output(output)
-        return ([messages.Updates(updates)] if updates else []), output.num_tokens
+        news: list[messages.NodeMessage] = [messages.Updates(updates)] if updates else []
+        news += [_adapter_reply(bytes.fromhex(load.adapter), load.error) for load in output.adapter_loads]
+        return news, output.num_tokens
 
     def settle(self) -> list[messages.NodeMessage]:
         """News of ended transfers alone; see EngineCore.handoff_wait_s."""
@@ -86,12 +93,22 @@ class NodeCore:
             is_draining=self.is_draining,
         )
 
+    def _load_adapter(self, command: messages.LoadAdapter) -> list[messages.NodeMessage]:
+        try:
+            is_here = self.engine.adapters.add(command.fingerprint.hex(), command.path)
+        except InvalidInputError as error:
+            return [_adapter_reply(command.fingerprint, str(error))]
+        return [_adapter_reply(command.fingerprint)] if is_here else []
+
     def _generate(self, command: messages.Generate) -> list[messages.NodeMessage]:
         if self.is_draining:
             return [_refusal(command.request_id, "this node is draining")]
         if self.engine.has_request(command.request_id):  # a refusal would end the one that runs
             _logger.warning("ignored a second request with the id %s", command.request_id)
             return []
+        adapter = command.adapter_fingerprint.hex()
+        if adapter and not self.engine.adapters.is_known(adapter):
+            return [_refusal(command.request_id, f"the adapter {command.adapter_name} ({adapter}) is not loaded here")]
         try:
             self.engine.add_request(
                 command.request_id,
@@ -103,6 +120,7 @@ class NodeCore:
                 cache_salt=command.cache_salt,
                 time_left_s=command.time_left_s,
                 kv_sources=command.kv_sources,
+                adapter=adapter,
             )
         except (InvalidInputError, OverloadedError, ValueError) as error:
             return [_refusal(command.request_id, str(error))]
@@ -120,6 +138,10 @@ def model_info(name: str, model: EngineModel) -> messages.ModelInfo:
         vocab_size=model.vocab_size,
         dtype=model.layout.dtype,
     )
+
+
+def _adapter_reply(fingerprint: bytes, error: str = "") -> messages.AdapterReply:
+    return messages.AdapterReply(fingerprint, error[: messages.MAX_TEXT_CHARS])
 
 
 def _refusal(request_id: str, error: str) -> messages.Updates:

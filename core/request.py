@@ -14,10 +14,13 @@ from core.step import TokenLogprob
 
 
 class RequestStatus(enum.Enum):
-    """WAITING holds no blocks. LOADING waits for a transfer and holds none either (the transfer does). RUNNING has its blocks."""
+    """WAITING holds no blocks. LOADING waits for a transfer and holds none either (the transfer does). PARKED waits for its
+    adapter's turn, outside of the queue. RUNNING has its blocks.
+    """
 
     WAITING = "waiting"
     LOADING = "loading"
+    PARKED = "parked"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -41,8 +44,9 @@ class FinishReason(enum.Enum):
 
 
 _TRANSITIONS = {
-    RequestStatus.WAITING: {RequestStatus.LOADING, RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.WAITING: {RequestStatus.LOADING, RequestStatus.PARKED, RequestStatus.RUNNING, RequestStatus.FINISHED},
     RequestStatus.LOADING: {RequestStatus.WAITING, RequestStatus.FINISHED},
+    RequestStatus.PARKED: {RequestStatus.WAITING, RequestStatus.FINISHED},
     RequestStatus.RUNNING: {RequestStatus.WAITING, RequestStatus.FINISHED},
     RequestStatus.FINISHED: set(),
 }
@@ -76,6 +80,7 @@ class Request:
     arrival_s: float = 0.0
     deadline_s: float = float("inf")
     root_hash: bytes = b""
+    adapter: str = ""  # fingerprint of a LoRA adapter's content in hexadecimal digits; "" for the model as it is
     kv_sources: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     max_total_tokens: int = 0  # prompt + output at which the request ends

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from core.adapter_gate import AdapterGate
 from core.admission import Admission, AdmissionControl
 from core.blocks_in_progress import BlocksInProgress
 from core.clock import Clock
@@ -36,9 +37,10 @@ class Scheduler:
         stats: EngineStats,
         drafter: Drafter | None = None,
         grammars: ConstrainedRequests | None = None,
+        adapters: AdapterGate | None = None,
     ) -> None:
-        """drafter: proposes tokens for requests that decode; then a step needs the tokens of the one before it. grammars: None
-        where no request may have one.
+        """drafter: proposes tokens for requests that decode; then a step needs the tokens of the one before it. grammars,
+        adapters: None where no request may have one.
         """
         self._options = options
         self._kv = kv
@@ -46,6 +48,7 @@ class Scheduler:
         self._clock = clock
         self._stats = stats
         self._drafts = DraftedRequests(drafter, stats) if drafter is not None else None
+        self._adapters = adapters or AdapterGate(None, 0, 0, 0)
         self._looks_ahead = options.overlaps_steps and drafter is None
         self._grammars = grammars
         self._constrained: list[Request] = []  # those running with a grammar, after schedule()
@@ -162,6 +165,8 @@ class Scheduler:
             budget -= num_tokens
             index += 1
 
+        if self._adapters.has_released:
+            self._unpark()
         stepped_aside: list[Request] = []
         max_num_seqs = self._options.max_num_seqs  # also bounds how many may step aside: a step must not look at a long queue
         may_admit = not preempted and self._admissions.may_admit(
@@ -171,6 +176,10 @@ class Scheduler:
             waiting = self._waiting.pop()
             if waiting is None:
                 break
+            if waiting.adapter and not self._adapters.may_start(waiting):
+                transition(waiting, RequestStatus.PARKED)
+                self._adapters.park(waiting)
+                continue
             admission, num_tokens = self._admissions.try_admit(waiting, budget, chunk_limit)
             if admission is Admission.ADMITTED:
                 new_requests.append(self._start(waiting, output))
@@ -306,6 +315,8 @@ class Scheduler:
         """An admitted request joins the batch; what the runner must know of it."""
         transition(request, RequestStatus.RUNNING)
         self.running.append(request)
+        if request.adapter:
+            self._adapters.start(request)
         self._is_batch_changed = True
         self._in_progress.announce_next(request)
         num_hit_tokens = request.num_computed_tokens
@@ -320,7 +331,14 @@ class Scheduler:
             num_hit_tokens,
             list(request.block_ids),  # which may grow before the runner reads it
             request.sampling,
+            self._adapters.find(request.adapter),
         )
+
+    def _unpark(self) -> None:
+        """Requests whose adapters may have a place now go back to theirs in the queue."""
+        for request in self._adapters.take_released():
+            transition(request, RequestStatus.WAITING)
+            self._waiting.push(request)
 
     def _count_first_admission(self, request: Request, num_hit_tokens: int) -> None:
         """Hits are counted once per request, here, whatever retries and preemptions follow."""
@@ -399,6 +417,8 @@ class Scheduler:
         """Take a running request's blocks; it starts over from what the prefix cache then still has."""
         self.running.remove(request)
         self._kv.release(request)
+        if request.adapter:
+            self._adapters.end(request)
         self._in_progress.withdraw(request)
         request.num_computed_tokens = request.num_written_tokens = 0
         request.draft_token_ids = []
@@ -428,7 +448,11 @@ class Scheduler:
         transition(request, RequestStatus.FINISHED)
         if was is RequestStatus.WAITING:
             self._waiting.drop_one()
+        elif was is RequestStatus.PARKED:
+            self._adapters.discard(request)
         elif was is RequestStatus.RUNNING:
+            if request.adapter:
+                self._adapters.end(request)
             self._is_batch_changed = True
             self._finished_request_ids.append(request.request_id)
         self._kv.release(request)
@@ -456,21 +480,25 @@ class Scheduler:
     # -- what is going on ----------------------------------------------------------------------------------------------
     @property
     def num_waiting(self) -> int:
-        """Requests that are queued and not loading."""
-        return len(self._waiting)
+        """Requests that are queued or parked, and not loading."""
+        return len(self._waiting) + self._adapters.num_parked
 
     def record_gauges(self) -> None:
         """Write the queue's and the pool's present state to the stats."""
         stats, pool = self._stats, self._kv.pool
         num_loading = self._admissions.num_loading
         stats.num_running = len(self.running)
-        stats.num_waiting = len(self._waiting) + num_loading
+        num_parked, first_parked = self._adapters.num_parked, self._adapters.first_parked
+        stats.num_waiting = len(self._waiting) + num_parked + num_loading
         stats.waiting_by_reason = {
             "capacity": len(self._waiting) - self._num_undecided,
             "loading": num_loading,
             "constraint": self._num_undecided,
+            "lora": num_parked,
         }
         head_s = self._waiting.head_arrival_s()
+        if first_parked is not None and (head_s is None or first_parked.arrival_s < head_s):
+            head_s = first_parked.arrival_s
         stats.oldest_waiting_age_s = 0.0 if head_s is None else self._clock.now_s() - head_s
         stats.num_blocks_total = pool.num_blocks
         stats.num_blocks_free = pool.num_free

@@ -21,7 +21,7 @@ class EngineStats:
     """One engine's counters and gauges. Times in seconds, sizes in bytes, everything else is a count.
 
     Hits and queries are counted in tokens, once per request at its first admission. transfers: "direction.outcome" -> number of
-    blocks. waiting_by_reason: capacity, loading, constraint.
+    blocks. waiting_by_reason: capacity, loading, constraint, lora.
     """
 
     # gauges
@@ -36,6 +36,7 @@ class EngineStats:
     step_prompt_tokens: int = 0
     step_generation_tokens: int = 0
     num_transfers_in_flight: int = 0
+    num_adapters: int = 0  # in memory
     circuit_is_open: bool = False
     store_is_reachable: bool = True
     store_complaint: Annotated[str, Meta(max_length=512)] = ""
@@ -57,6 +58,7 @@ class EngineStats:
     load_or_recompute: Counts = field(default_factory=dict)
     connector_errors: Counts = field(default_factory=dict)
     store_evictions: int = 0
+    num_adapter_loads: int = 0
     requests_finished: Counts = field(default_factory=dict)
     step_seconds: Durations = field(default_factory=dict)
     num_drafts: int = 0  # steps of a request that had draft tokens

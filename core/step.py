@@ -26,20 +26,21 @@ class NewRequest:
     num_computed_tokens: int
     block_ids: list[int]
     sampling: SamplingParams
+    adapter: object = None  # what AdapterStore.find gave for its adapter; None: it has none
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step's work.
 
-        num_scheduled_tokens is in batch order: {request_id: tokens to compute}, each from the request's num_computed_tokens on.
-        new_block_ids holds blocks to append to the block table, for continuing requests that got some. draft_token_ids: guesses to
-        verify, of those that have some; they are the last of the request's scheduled tokens. removed_request_ids
-        (finished, aborted or preempted since the last plan) are dropped by the runner before anything else.
-            forced_token_ids: tokens to append to what the runner knows of a request, which nobody sampled: its grammar left no choice.
-        token_masks: of requests with a grammar, for each row that is sampled; see GrammarMatcher.token_masks.
-        num_common_prefix_blocks: leading blocks shared by every request of the batch, at least; some may share more.
-        """
+    num_scheduled_tokens is in batch order: {request_id: tokens to compute}, each from the request's num_computed_tokens on.
+    new_block_ids holds blocks to append to the block table, for continuing requests that got some. draft_token_ids: guesses to
+    verify, of those that have some; they are the last of the request's scheduled tokens. removed_request_ids
+    (finished, aborted or preempted since the last plan) are dropped by the runner before anything else.
+    forced_token_ids: tokens to append to what the runner knows of a request, which nobody sampled: its grammar left no choice.
+    token_masks: of requests with a grammar, for each row that is sampled; see GrammarMatcher.token_masks.
+    num_common_prefix_blocks: leading blocks shared by every request of the batch, at least; some may share more.
+    """
 
     step_id: int
     num_scheduled_tokens: dict[str, int]
@@ -98,4 +99,35 @@ class ModelRunner(Protocol):
 
         An empty plan (no scheduled tokens) is allowed and only drops removed requests.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """A load that has ended. error: why the adapter is not in memory now; "" when it is."""
+
+    adapter: str
+    error: str = ""
+
+
+class AdapterStore(Protocol):
+    """The model's adapters in memory. Called from the step thread alone, also while the runner computes on another one."""
+
+    def start_load(self, adapter: str, path: str) -> None:
+        """Begin to bring an adapter (its content's fingerprint, in hexadecimal digits) from its folder. Returns at once.
+
+        What the folder holds must be what the fingerprint says, else the load ends with an error.
+        """
+        ...
+
+    def poll_loads(self) -> list[AdapterLoad]:
+        """Loads that have ended since the last call: one for each start_load. From here on a loaded adapter is here."""
+        ...
+
+    def find(self, adapter: str) -> object:
+        """What the runner needs of an adapter that is here. It keeps the memory for itself, however long it is kept."""
+        ...
+
+    def drop(self, adapter: str) -> None:
+        """Give an adapter's memory back, once nobody has anything of it any more. Unknown ones are ignored."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from core.request import FinishReason, Request
-from core.step import TokenLogprob
+from core.step import AdapterLoad, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -24,6 +24,7 @@ class StepOutput:
     first_index: position of the first of new_token_ids among the request's output tokens. num_cached_tokens: known tokens that
     were hits, told once, at first admission. prompt_logprobs: told once, complete. prefill_done: prefill-stage requests whose
     blocks are visible in the store. num_tokens: how many tokens the step computed; 0 means that only transfers can bring news.
+    adapter_loads: of LoRA adapters, that have ended.
     """
 
     num_tokens: int = 0
@@ -34,6 +35,7 @@ class StepOutput:
     logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     prefill_done: list[str] = field(default_factory=list)
+    adapter_loads: list[AdapterLoad] = field(default_factory=list)
 
 
 def find_end(request: Request, num_new: int) -> tuple[FinishedRequest | None, int]:

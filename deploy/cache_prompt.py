@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from core.adapter_files import read_adapter
 from core.config import Config, OneLineParser, add_config_flags, load_config
 from core.errors import ConfigError, InvalidInputError
 from core.kv.hashing import Namespace, extend_block_hashes
@@ -22,7 +23,7 @@ from router.chat_template import load_chat_template
 from router.tokenizer import Tokenizer
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-_FLAGS = ("token_ids", "chat", "url", "cache_salt", "api_key_name")
+_FLAGS = ("token_ids", "chat", "url", "cache_salt", "api_key_name", "adapter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,13 @@ class Scene:
     cache_salt: str
     url: str
     words: list[str]
+    adapter_fingerprint: bytes = b""
 
     def hashes(self, token_ids: Sequence[int]) -> list[bytes]:
         """Of all full blocks."""
         found: list[bytes] = []
-        extend_block_hashes(found, token_ids, self.namespace.block_size, self.namespace.root_hash(self.cache_salt))
+        root_hash = self.namespace.root_hash(self.cache_salt, self.adapter_fingerprint)
+        extend_block_hashes(found, token_ids, self.namespace.block_size, root_hash)
         return found
 
 
@@ -57,6 +60,7 @@ def add_prompt_flags(parser: OneLineParser) -> None:
     parser.add_argument(
         "--api-key-name", default="", help="whose API key the request came with, where keys have salts of their own"
     )
+    parser.add_argument("--adapter", default="", metavar="FOLDER", help="of the request's LoRA adapter")
     add_config_flags(parser, ("model", "engine", "connector", "security"))
 
 
@@ -88,7 +92,9 @@ def open_scene(arguments: argparse.Namespace, config: Config) -> Scene:
             words.append(f"the cluster has dtype {node['dtype']} and block size {node['block_size']}, which are used here")
         namespace = cluster
     salt = tenant_cache_salt(arguments.api_key_name, arguments.cache_salt)
-    return Scene(model_dir, tokenizer, layout, namespace, salt, (arguments.url or DEFAULT_URL) if node is not None else "", words)
+    adapter = read_adapter(arguments.adapter).fingerprint if arguments.adapter else b""
+    url = (arguments.url or DEFAULT_URL) if node is not None else ""
+    return Scene(model_dir, tokenizer, layout, namespace, salt, url, words, adapter)
 
 
 def _ask_cluster(url: str | None) -> dict[str, Any] | None:

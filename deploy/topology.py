@@ -62,7 +62,12 @@ def effective_config(config: Config, model_folder: Path, num_cores: int) -> Conf
         config,
         model=dataclasses.replace(config.model, path=str(model_folder), served_name=config.model.name),
         engine=dataclasses.replace(config.engine, num_threads=num_threads),
-        router=dataclasses.replace(router, control_port=control_port, api_keys_file=absolute(router.api_keys_file)),
+        router=dataclasses.replace(
+            router,
+            control_port=control_port,
+            api_keys_file=absolute(router.api_keys_file),
+            lora_modules={name: absolute(path) for name, path in router.lora_modules.items()},
+        ),
         node=dataclasses.replace(config.node, router=join_host_port(control_host, control_port), node_id=""),
         security=dataclasses.replace(security, keys=absolute(security.keys)),
     )

@@ -29,6 +29,7 @@ def compose(config: Config) -> NodeServer:
         connector,
         num_blocks=loaded.num_blocks,
         grammar_compiler=LlgCompiler(loaded.model_dir, loaded.model.vocab_size, loaded.model.eos_token_ids),
+        adapters=loaded.runner.adapters,
     )
 
 

@@ -39,6 +39,8 @@ ACCESS_BY_PATH: tuple[tuple[str, Access], ...] = (
     ("/health", Access.OPEN),
     ("/version", Access.OPEN),
     ("/metrics", Access.OPEN),
+    ("/v1/load_lora_adapter", Access.ADMIN),
+    ("/v1/unload_lora_adapter", Access.ADMIN),
     ("/v1", Access.KEY),
     ("/tokenize", Access.KEY),
     ("/detokenize", Access.KEY),

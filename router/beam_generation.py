@@ -157,6 +157,7 @@ class BeamGeneration:
                 sampling=self._child_sampling(search, place, num_tokens),
                 priority=self.plan.priority,
                 cache_salt=self.plan.cache_salt,
+                adapter=self.plan.adapter,
                 siblings=search.siblings,
                 time_left_s=time_left_s,
                 client_request_id=self._client_request_id,

@@ -21,6 +21,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
+from core.adapter_files import Adapter
 from core.addresses import is_loopback
 from core.clock import Clock
 from core.config import RouterOptions
@@ -119,6 +120,19 @@ class Dispatcher:
         finally:
             del self.core.audits[round_.audit_id]
         return round_.replies, sorted(round_.missing)
+
+    async def load_adapter(self, adapter: Adapter, timeout_s: float) -> dict[str, str]:
+        """Have all connected nodes load an adapter, and serve it if all can; else why they cannot, by node_id."""
+        round_ = self.core.adapters.start_load(adapter)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while round_.missing:
+                    await asyncio.sleep(AUDIT_POLL_S)
+        except TimeoutError:
+            round_.errors.update(dict.fromkeys(round_.missing, f"no answer within {timeout_s:g} s"))
+        finally:
+            self.core.adapters.end_load(round_, is_accepted=not round_.missing and not round_.errors)
+        return round_.errors
 
     # -- inside --------------------------------------------------------------------------------------------------------
     def _send(self, identity: bytes, frame: bytes) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from core.adapter_files import Adapter
 from core.sampling_params import SamplingParams
 from core.step import TokenLogprob
 from core.wire.messages import Generate
@@ -22,6 +23,7 @@ class RequestSpec:
     cache_salt: str = ""
     siblings: Siblings | None = None  # that share its prompt
     time_left_s: float = math.inf  # on arrival, of the request that it is part of; options.request_timeout_s holds as well
+    adapter: Adapter | None = None
     client_request_id: str = ""  # what the client calls it: shown to people, never an identity
 
 

@@ -93,6 +93,7 @@ class SampledGeneration:
                         sampling=sampling,
                         priority=plan.priority,
                         cache_salt=plan.cache_salt,
+                        adapter=plan.adapter,
                         siblings=siblings,
                         client_request_id=client_request_id,
                     )

@@ -32,6 +32,7 @@ from router.api_keys import ApiKeyGate
 from router.chat_template import ChatTemplate
 from router.dispatcher import Dispatcher
 from router.generation import GenerationFailedError
+from router.http_adapters import AdapterEndpoints
 from router.http_cluster import ClusterEndpoints
 from router.http_generation import HTTP_CLIENT_CLOSED, GenerationEndpoints, json_response, tool_support
 from router.metrics import RouterMetrics
@@ -106,6 +107,7 @@ class HttpApi:
             dispatcher.core, tokenizer, chat_template, self.limits, tool_support(chat_template, options.tool_call_parser)
         )
         self._cluster = ClusterEndpoints(dispatcher, clock, drain)
+        self._adapters = AdapterEndpoints(dispatcher, model.names)
         gate = ApiKeyGate(self._routes(), api_keys, metrics, has_salt_per_key=options.cache_salt_per_key)
         self.app: ASGIApp = self._with_request_id(gate)
 
@@ -113,17 +115,22 @@ class HttpApi:
         """What requests are checked against: the nodes' word once there was one, else the model folder's."""
         served: ServedModel | ModelInfo = self._dispatcher.core.registry.model or self._model
         options, eos_token_ids = self._options, self._model.eos_token_ids
-        return ModelLimits(self._model.names, served.max_model_len, served.vocab_size, options.max_choices, eos_token_ids)
+        adapter_names = self._dispatcher.core.adapters.names
+        return ModelLimits(
+            self._model.names, served.max_model_len, served.vocab_size, options.max_choices, eos_token_ids, adapter_names
+        )
 
     # -- endpoints -----------------------------------------------------------------------------------------------------
     async def models(self, _request: Request) -> Response:
         """GET /v1/models."""
-        return json_response({"object": "list", "data": [self._model_card()]})
+        names = self._dispatcher.core.adapters.names
+        return json_response({"object": "list", "data": [self._model_card(), *(self._model_card(name) for name in names)]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{name}."""
-        check_model_name(request.path_params["name"], self.limits())
-        return json_response(self._model_card())
+        name: str = request.path_params["name"]
+        check_model_name(name, self.limits())
+        return json_response(self._model_card(name if name in self._dispatcher.core.adapters.names else ""))
 
     async def health(self, _request: Request) -> Response:
         """GET /health: 200 while some decode node takes requests."""
@@ -222,6 +229,7 @@ class HttpApi:
                 Route("/version", self.version),
                 Route("/metrics", self.metrics),
                 *self._cluster.routes(),
+                *(self._adapter_routes() if self._options.allow_runtime_lora_updating else ()),
             ],
             exception_handlers={
                 InvalidInputError: self._on_invalid_input,
@@ -236,6 +244,12 @@ class HttpApi:
                 Exception: self._on_bug,
             },
         )
+
+    def _adapter_routes(self) -> list[Route]:
+        return [
+            Route("/v1/load_lora_adapter", self._with_body(self._adapters.load), methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._with_body(self._adapters.unload), methods=["POST"]),
+        ]
 
     def _with_body(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -353,13 +367,14 @@ class HttpApi:
 
         return wrapped
 
-    def _model_card(self) -> dict[str, object]:
+    def _model_card(self, adapter_name: str = "") -> dict[str, object]:
+        """Of the model, or of an adapter, whose parent it is."""
         return {
-            "id": self._model.names[0],
+            "id": adapter_name or self._model.names[0],
             "object": "model",
             "created": self._created,
             "owned_by": "kvrelay",
             "root": self._model.names[0],
-            "parent": None,
+            "parent": self._model.names[0] if adapter_name else None,
             "max_model_len": self.limits().max_model_len,
         }

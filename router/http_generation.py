@@ -88,8 +88,9 @@ class GenerationEndpoints:
             given = f"{len(parts)} prompts x {plan.num_candidates} choices"
             raise InvalidInputError("prompt", given, f"at most {limits.max_choices} choices")
         prompts = [await self._prompt(part, parsed.add_special_tokens is not False) for part in parts]
+        plan = self._with_adapter(plan, parsed.model, limits)
         answers = CompletionAnswers(
-            f"cmpl-{request.state.request_id}", int(time.time()), limits.served_names[0], plan, self._tokenizer
+            f"cmpl-{request.state.request_id}", int(time.time()), _model_name(plan, limits), plan, self._tokenizer
         )
         generation = self._generation(limits, plan, prompts, request.state.request_id)
         return await self._answer(request, generation, answers)
@@ -109,8 +110,9 @@ class GenerationEndpoints:
             extra=parsed.chat_template_kwargs,
             tools=plan.tool_use.definitions if plan.tool_use is not None else None,
         )
+        plan = self._with_adapter(plan, parsed.model, limits)
         answers = ChatAnswers(
-            f"chatcmpl-{request.state.request_id}", int(time.time()), limits.served_names[0], plan, self._tokenizer
+            f"chatcmpl-{request.state.request_id}", int(time.time()), _model_name(plan, limits), plan, self._tokenizer
         )
         generation = self._generation(limits, plan, [Prompt(token_ids, None)], request.state.request_id)
         return await self._answer(request, generation, answers)
@@ -175,6 +177,16 @@ class GenerationEndpoints:
             return SampledGeneration(self._core, self._tokenizer, limits, plan, prompts, client_request_id)
         return BeamGeneration(self._core, self._tokenizer, limits, plan, plan.beams, prompts, self._beam_room, client_request_id)
 
+    def _with_adapter(self, plan: GenerationPlan, model: str | None, limits: ModelLimits) -> GenerationPlan:
+        """The plan with what the model's name means now. Last before submitting: from then on the adapter is kept for it.
+
+        Raises UnknownModelError when the name was an adapter's that has been unloaded since it was checked.
+        """
+        if model is None or model in limits.served_names:
+            return plan
+        check_model_name(model, self._limits())
+        return replace(plan, adapter=self._core.adapters.find(model))
+
     async def _answer(self, request: Request, generation: Generation, answers: AnswerFormat) -> Response:
         watcher = asyncio.create_task(_watch_client(request, generation))
         is_handed_over = False
@@ -229,6 +241,11 @@ def tool_support(chat_template: ChatTemplate | None, parser_name: str) -> ToolSu
     if chat_template is None or not chat_template.has_tools:
         return ToolSupport()
     return ToolSupport(True, parser_name or guess_format(chat_template.source))
+
+
+def _model_name(plan: GenerationPlan, limits: ModelLimits) -> str:
+    """What the answer says whose it is."""
+    return plan.adapter.name if plan.adapter is not None else limits.served_names[0]
 
 
 def _kept_apart(plan: GenerationPlan, request: Request) -> GenerationPlan:

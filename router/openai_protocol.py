@@ -157,6 +157,20 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    """Body of /v1/load_lora_adapter. load_inplace: the name may be another adapter's, whose place this one takes."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    """Body of /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
 class CachedRequest(msgspec.Struct, kw_only=True):
     """Body of /cached: hashes of a prompt's full blocks, first to last, in hexadecimal digits."""
 
@@ -181,7 +195,16 @@ class ErrorResponse(msgspec.Struct):
     error: ErrorBody
 
 
-Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, CachedRequest)
+Body = TypeVar(
+    "Body",
+    CompletionRequest,
+    ChatRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    CachedRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
 
 
 def decode_body(body: bytes, body_type: type[Body]) -> Body:

@@ -317,6 +317,8 @@ class RequestFlow:
             time_left_s=self.deadline_s - now_s,
             priority=self.spec.priority,
             cache_salt=self.spec.cache_salt,
+            adapter_name=self.spec.adapter.name if self.spec.adapter is not None else "",
+            adapter_fingerprint=self.spec.adapter.fingerprint if self.spec.adapter is not None else b"",
         )
         self._past_node_ids = [node_id, *(past for past in self._past_node_ids if past != node_id)]
         return Dispatch(node_id, message, reason, self.is_suspect, tuple(self._past_node_ids[1:]))

@@ -6,9 +6,10 @@ Every refusal is an InvalidInputError that names field, value and what is allowe
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from core.adapter_files import Adapter
 from core.errors import InvalidInputError, KVRelayError
 from core.sampling_params import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
 from router.beam_search import MAX_BEAM_WIDTH, BeamOptions
@@ -36,13 +37,14 @@ class UnknownModelError(KVRelayError):
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What requests are checked against. max_model_len: prompt and output together, in tokens."""
+    """What requests are checked against. max_model_len: prompt and output together, in tokens. adapter_names: served, too."""
 
     served_names: tuple[str, ...]
     max_model_len: int
     vocab_size: int
     max_choices: int
     eos_token_ids: tuple[int, ...] = ()
+    adapter_names: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,7 @@ class GenerationPlan:
     skip_special_tokens: bool
     return_token_ids: bool
     return_prompt_logprobs: bool
+    adapter: Adapter | None = None
 
     def sampling_for(self, num_prompt_tokens: int, choice: int, limits: ModelLimits) -> SamplingParams:
         """Parameters of one choice of a prompt. Raises InvalidInputError when prompt and output exceed the context."""
@@ -97,7 +100,7 @@ class GenerationPlan:
 
 def check_model_name(model: str | None, limits: ModelLimits) -> None:
     """Raise UnknownModelError; no name means the served model."""
-    if model is not None and model not in limits.served_names:
+    if model is not None and model not in limits.served_names and model not in limits.adapter_names:
         raise UnknownModelError(f"The model `{model[:MAX_NAME_CHARS]}` does not exist; served here: {limits.served_names[0]}")
 
 

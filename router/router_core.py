@@ -19,6 +19,7 @@ from core.wire.messages import (
     MAX_KV_SOURCES,
     MAX_TEXT_CHARS,
     Abort,
+    AdapterReply,
     AuditReply,
     AuditRequest,
     Drain,
@@ -35,6 +36,7 @@ from core.wire.messages import (
 )
 from core.wire.numbering import Arrival
 from core.wire.warning_limit import WarningLimit
+from router.adapters import AdapterRegistry, load_message
 from router.flow_actions import Action, Count, Deliver, Dispatch, Fail, Release, RequestSpec
 from router.metrics import RouterMetrics
 from router.policy import Placer
@@ -79,6 +81,7 @@ class RouterCore:
         """id_prefix: differs for every start of a router, so that nodes never see an id twice. Raises ConfigError."""
         self.registry = NodeRegistry(options.heartbeat_timeout_s, options.step_stall_timeout_s)
         self.audits: dict[int, AuditRound] = {}
+        self.adapters = AdapterRegistry(self._tell_all)
         self._options = options
         self._clock = clock
         self._send_to = send
@@ -126,6 +129,8 @@ class RouterCore:
         tracked = TrackedRequest(RequestFlow(spec, self._options, self._placer, now_s), sink, self._metrics)
         assert spec.request_id not in self._tracked, f"request id {spec.request_id} is in use"
         self._tracked[spec.request_id] = tracked
+        if spec.adapter is not None:
+            self.adapters.use(spec.adapter)
         self._metrics.prompt_tokens.observe(len(spec.prompt_token_ids))
         self._guarded(tracked, lambda flow: flow.start(now_s))
         self._metrics.routing_decision.observe(self._clock.now_s() - now_s)
@@ -175,6 +180,11 @@ class RouterCore:
             self._handle_heartbeat(identity, message, now_s)
         elif isinstance(message, Register):
             self._handle_register(identity, message, now_s)
+        elif isinstance(message, AdapterReply):
+            node = self.registry.node_of(identity)
+            is_news = node is not None and not self.adapters.take_reply(node.node_id, message)
+            if is_news and (num := self._refusals.count(identity, now_s)):
+                logger.warning("node %r cannot serve an adapter: %s (%d such)", identity, message.error, num)
         else:
             round_ = self.audits.get(message.audit_id)
             node = self.registry.node_of(identity)
@@ -254,6 +264,8 @@ class RouterCore:
         if others:  # allowed, but it computes again what the others have
             logger.warning("node %s has the store %s, others %s", message.node_id, message.connector, ", ".join(sorted(others)))
         lost = _LostNode(message.node_id, "registered again without its requests", is_death)
+        for adapter in self.adapters.known():
+            self._send(self.registry.nodes[message.node_id], load_message(adapter))
         self._fail_over(lost, outcome.lost_request_ids, now_s)
         if self.registry.nodes[message.node_id].drain_deadline_s is not None:
             self._send(self.registry.nodes[message.node_id], Drain())  # the first one may have been lost
@@ -322,6 +334,7 @@ class RouterCore:
                     wire_ids = self.registry.mark_down(node_id, reason)
                     for round_ in self.audits.values():
                         round_.missing.discard(node_id)
+                    self.adapters.forget_node(node_id)
                     self._fail_over(lost, wire_ids, self._clock.now_s())
         finally:
             self._is_handling_lost = False
@@ -334,7 +347,7 @@ class RouterCore:
         except Exception as error:
             request_id = tracked.flow.spec.request_id
             logger.exception("request %s failed in the router", request_id)
-            self._tracked.pop(request_id, None)
+            self._forget(tracked)
             if (attempt := tracked.flow.attempt) is not None:
                 self.registry.end_dispatch(attempt.node_id, attempt.wire_id)
             self._metrics.request_errors.labels("internal").inc()
@@ -360,7 +373,12 @@ class RouterCore:
                 case Count():
                     tracked.count(action)
         if tracked.flow.is_done:
-            self._tracked.pop(tracked.flow.spec.request_id, None)
+            self._forget(tracked)
+
+    def _forget(self, tracked: TrackedRequest) -> None:
+        spec = tracked.flow.spec
+        if self._tracked.pop(spec.request_id, None) is not None and spec.adapter is not None:
+            self.adapters.release(spec.adapter)
 
     def _dispatch(self, tracked: TrackedRequest, action: Dispatch) -> None:
         message = action.message
@@ -376,6 +394,13 @@ class RouterCore:
         if not self._send_to(node.identity, encode(message, node.numbers.next_place())):
             self._lost.append(_LostNode(node.node_id, "connection closed", undelivered=undelivered))
 
+    def _tell_all(self, message: RouterMessage) -> set[str]:
+        """Send to all connected nodes; their ids. One that is found gone is marked down with the next input."""
+        nodes = self.registry.connected()
+        for node in nodes:
+            self._send(node, message)
+        return {node.node_id for node in nodes}
+
     def _send_outside(self, identity: bytes, message: RegisterReply | RegisterAgain) -> None:
         self._send_to(identity, encode(message))
 
@@ -387,6 +412,7 @@ def _request_body(flow: RequestFlow, now_s: float) -> dict[str, object]:
         "phase": flow.phase.value,
         "node_id": flow.attempt.node_id if flow.attempt is not None else "",
         "age_s": round(now_s - flow.arrival_s, 3),
+        "adapter": flow.spec.adapter.name if flow.spec.adapter is not None else "",
         "num_prompt_tokens": len(flow.spec.prompt_token_ids),
         "num_output_tokens": len(flow.output_token_ids),
         "num_dispatches": flow.num_dispatches,

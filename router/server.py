@@ -18,12 +18,14 @@ from typing import Any
 
 import uvicorn
 
+from core.adapter_files import Adapter
 from core.addresses import is_loopback
 from core.clock import MonotonicClock
 from core.config import LOG_FORMAT, Config, ModelOptions, RouterOptions
-from core.errors import ConfigError, KVRelayError, ModelLoadError
+from core.errors import ConfigError, InvalidInputError, KVRelayError, ModelLoadError
 from core.model_files import read_eos_token_ids, resolve_model
 from core.wire.curve import ROUTER, load_keys
+from router.adapters import adapter_from_folder
 from router.api_key_file import ApiKeyFile
 from router.chat_template import load_chat_template
 from router.dispatcher import Dispatcher
@@ -67,6 +69,9 @@ async def _serve(config: Config) -> int:
         http_port: int = http_socket.getsockname()[1]
         try:
             control_port = dispatcher.bind(options.control_host, options.control_port or http_port + 1)
+            adapters = dispatcher.core.adapters
+            for adapter in await asyncio.to_thread(read_lora_modules, options, model):
+                adapters.end_load(adapters.start_load(adapter), is_accepted=True)
             dispatcher.start()
             leave = asyncio.Event()
             api = HttpApi(options, clock, model, tokenizer, chat_template, dispatcher, metrics, leave.set, api_keys)
@@ -133,6 +138,17 @@ def read_served_model(options: ModelOptions, folder: Path, tokenizer: Tokenizer)
         max_model_len = min(options.max_model_len, max_model_len)
     names = dict.fromkeys((options.name, options.path))
     return ServedModel(tuple(names), max_model_len, vocab_size, read_eos_token_ids(folder, model_config))
+
+
+def read_lora_modules(options: RouterOptions, model: ServedModel) -> list[Adapter]:
+    """The adapters that are served from the start. Raises ConfigError when one of their folders cannot be used."""
+    adapters = []
+    for name, path in options.lora_modules.items():
+        try:
+            adapters.append(adapter_from_folder(name, path, model.names))
+        except InvalidInputError as error:
+            raise ConfigError("router.lora_modules", f"{name}={path}", f"an adapter that can be served ({error})") from error
+    return adapters
 
 
 class _Server(uvicorn.Server):

@@ -14,12 +14,14 @@ from torch.nn import functional
 
 from core.model.attention import AttentionBackend
 from core.model.description import ModelArchitecture
+from core.model.lora import AdapterRows, LayerAdapter
 from core.model.rotary import RotaryEmbedding, rotate
 from core.model.weights import LayerWeights, LlamaWeights
 
 # A matrix product gives a row the same bits among any multiple of 8 rows, in float32, bfloat16 and float16 and with any number
 # of threads, but not alone or among 1, 2, 3, 5, 7 or 9 (measured on x86 with MKL and oneDNN; the tests repeat it).
 ROW_MULTIPLE = 8
+LayerAdapters = Sequence[tuple[AdapterRows, LayerAdapter]]  # the step's adapters, each with its part of one layer
 FEED_FORWARD_ROWS = 128  # rows whose activations are worked on at a time, so that their float32 copies stay in the cache
 
 
@@ -40,20 +42,27 @@ class LlamaModel:
         self._attention = attention
         self._scale = architecture.head_dim**-0.5
 
-    def forward(self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        adapters: Sequence[AdapterRows] = (),
+    ) -> Tensor:
         """Hidden states after the last layer and norm, [num_rows, hidden], of the weights' dtype.
 
         token_ids, positions: [num_rows] int64, num_rows a multiple of ROW_MULTIPLE, rows after the batch's tokens are padding.
         kv_caches: per layer the K and V views of the pool. Writes K and V of the tokens there. The attention backend's
-        begin_step must have seen the same batch.
+        begin_step must have seen the same batch. adapters: with the rows that each of them is for; no row is in two.
         """
         cos, sin = self._rotary.at(positions)
         hidden = functional.embedding(token_ids, self._weights.embed_tokens)
-        for layer, (key_cache, value_cache) in zip(self._weights.layers, kv_caches, strict=True):
+        for index, (layer, kv_cache) in enumerate(zip(self._weights.layers, kv_caches, strict=True)):
+            adapted = [(rows, rows.layers[index]) for rows in adapters]
             normed = self._norm(hidden, layer.input_norm)
-            hidden = hidden + self._self_attention(layer, normed, cos, sin, key_cache, value_cache)
+            hidden = hidden + self._self_attention(layer, adapted, normed, cos, sin, kv_cache)
             normed = self._norm(hidden, layer.post_attention_norm)
-            hidden = hidden + _feed_forward(layer, normed)
+            hidden = hidden + _feed_forward(layer, adapted, normed)
         return self._norm(hidden, self._weights.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -63,30 +72,47 @@ class LlamaModel:
         return functional.linear(padded, self._weights.lm_head)[:num_rows]
 
     def _self_attention(
-        self, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor
+        self,
+        layer: LayerWeights,
+        adapted: LayerAdapters,
+        normed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: tuple[Tensor, Tensor],
     ) -> Tensor:
         num_heads, num_kv_heads = self._architecture.num_heads, self._architecture.num_kv_heads
         qkv = functional.linear(normed, layer.qkv_proj, layer.qkv_bias)
+        for rows, adapter in adapted:
+            rows.add(qkv, normed, adapter.qkv)
         qkv = qkv.view(-1, num_heads + 2 * num_kv_heads, self._architecture.head_dim)
         turned = rotate(qkv[:, : num_heads + num_kv_heads], cos, sin)
         query, key = turned[:, :num_heads], turned[:, num_heads:]
         value = qkv[:, num_heads + num_kv_heads :]
-        attended = self._attention.attend(query, key, value, key_cache, value_cache, self._scale)
-        return functional.linear(attended.flatten(1), layer.o_proj, layer.o_bias)
+        attended = self._attention.attend(query, key, value, *kv_cache, self._scale).flatten(1)
+        output = functional.linear(attended, layer.o_proj, layer.o_bias)
+        for rows, adapter in adapted:
+            rows.add(output, attended, adapter.o)
+        return output
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm (https://arxiv.org/abs/1910.07467), computed in float32."""
         return functional.rms_norm(hidden, (hidden.shape[-1],), weight, self._architecture.rms_norm_eps)
 
 
-def _feed_forward(layer: LayerWeights, normed: Tensor) -> Tensor:
+def _feed_forward(layer: LayerWeights, adapted: LayerAdapters, normed: Tensor) -> Tensor:
     """SwiGLU (https://arxiv.org/abs/2002.05202): down(silu(gate(x)) * up(x))."""
-    gate, up = functional.linear(normed, layer.gate_up_proj, layer.gate_up_bias).chunk(2, dim=-1)
+    gate_up = functional.linear(normed, layer.gate_up_proj, layer.gate_up_bias)
+    for adapter_rows, adapter in adapted:
+        adapter_rows.add(gate_up, normed, adapter.gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
     activated = torch.empty_like(gate, memory_format=torch.contiguous_format)
     for rows in range(0, gate.shape[0], FEED_FORWARD_ROWS):
         part = slice(rows, rows + FEED_FORWARD_ROWS)
         activated[part] = silu(gate[part]).mul_(up[part])
-    return functional.linear(activated, layer.down_proj, layer.down_bias)
+    output = functional.linear(activated, layer.down_proj, layer.down_bias)
+    for adapter_rows, adapter in adapted:
+        adapter_rows.add(output, activated, adapter.down)
+    return output
 
 
 def silu(values: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def load_model(model: ModelOptions, engine: EngineOptions) -> LoadedModel:
         raise ConfigError("engine.kv_pool_mib", engine.kv_pool_mib, f"at least {layout.block_stride_bytes / MIB:.1f}, one block")
     try:
         pool, connector_memory = _allocate(layout, num_blocks, device, engine.staging_mib)
-        runner = TorchModelRunner.load(model_dir, description, pool, engine.num_threads)
+        runner = TorchModelRunner.load(model_dir, description, pool, engine.num_threads, max_lora_rank=engine.max_lora_rank)
     except torch.OutOfMemoryError as error:
         pool_mib = num_blocks * layout.block_stride_bytes // MIB
         raise ConfigError("engine.kv_pool_mib", pool_mib, f"a pool that fits on {device} beside the weights") from error

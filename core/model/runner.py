@@ -17,11 +17,13 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from core.kv.pool_memory import KVPoolMemory
+from core.model.adapter_store import TorchAdapterStore
 from core.model.attention import AttentionBackend, AttentionBatch
 from core.model.attention_torch import TorchAttention
 from core.model.description import ModelDescription
 from core.model.device_pool import DevicePool, memory_of
 from core.model.llama import LlamaModel, padded_num_rows
+from core.model.lora import AdapterLayers, AdapterRows
 from core.model.rotary import RotaryEmbedding
 from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, apply_token_masks, token_logprobs
 from core.model.shared_tiles import CascadeRule
@@ -60,9 +62,11 @@ class _GrowingArray:
 class _RequestState:
     """What the runner knows of a request between steps."""
 
-    __slots__ = ("block_ids", "num_computed_tokens", "num_prompt_tokens", "sampling", "token_ids")
+    __slots__ = ("adapter", "block_ids", "num_computed_tokens", "num_prompt_tokens", "sampling", "token_ids")
 
     def __init__(self, request: NewRequest) -> None:
+        assert request.adapter is None or isinstance(request.adapter, AdapterLayers)
+        self.adapter = request.adapter
         self.token_ids = _GrowingArray(request.token_ids)
         self.block_ids = _GrowingArray(request.block_ids)
         self.num_prompt_tokens = request.num_prompt_tokens
@@ -106,7 +110,15 @@ class _Scheduled:
 class TorchModelRunner:
     """core.step.ModelRunner in torch: the model on the pool's device, batches and sampling on the host."""
 
-    def __init__(self, model: LlamaModel, attention: AttentionBackend, sampler: Sampler, pool: KVPoolMemory | DevicePool) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        pool: KVPoolMemory | DevicePool,
+        adapters: TorchAdapterStore,
+    ) -> None:
+        self.adapters = adapters
         self._model = model
         self._attention = attention
         self._sampler = sampler
@@ -124,6 +136,7 @@ class TorchModelRunner:
         pool: KVPoolMemory | DevicePool,
         num_threads: int = 0,
         cascade: CascadeRule | None = None,
+        max_lora_rank: int = 64,
     ) -> TorchModelRunner:
         """Load the weights of `model_dir` for a pool of description.kv_layout, to its device. num_threads 0: what torch chooses.
         cascade: when requests that share blocks read them together; None: where that was measured to pay.
@@ -140,7 +153,8 @@ class TorchModelRunner:
         rotary = RotaryEmbedding(architecture, description.max_model_len, device)
         attention = TorchAttention(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads, device, cascade)
         model = LlamaModel(architecture, weights, rotary, attention)
-        return cls(model, attention, Sampler(description.eos_token_ids), pool)
+        adapters = TorchAdapterStore(architecture, TORCH_DTYPES[pool.layout.dtype], device, max_lora_rank)
+        return cls(model, attention, Sampler(description.eos_token_ids), pool, adapters)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See core.step.ModelRunner. A plan that does not fit what the runner holds is a bug of the scheduler and asserts."""
@@ -193,6 +207,7 @@ class TorchModelRunner:
         positions = np.zeros_like(token_ids)
         slot_mapping = np.empty(num_tokens, dtype=np.int64)
         block_tables = np.zeros((len(scheduled), max(share.state.block_ids.length for share in scheduled)), dtype=np.int64)
+        rows_by_adapter: dict[AdapterLayers, list[IntArray]] = {}
         for i, share in enumerate(scheduled):
             state = share.state
             span = np.arange(share.first_position, share.end_position)
@@ -201,6 +216,8 @@ class TorchModelRunner:
             positions[rows] = span
             slot_mapping[rows] = state.block_ids.values[span // self._block_size] * self._block_size + span % self._block_size
             block_tables[i, : state.block_ids.length] = state.block_ids.values
+            if state.adapter is not None:
+                rows_by_adapter.setdefault(state.adapter, []).append(np.arange(rows.start, rows.stop))
         self._attention.begin_step(
             AttentionBatch(
                 slot_mapping=self._on_device(slot_mapping),
@@ -210,7 +227,13 @@ class TorchModelRunner:
                 num_common_blocks=num_common_blocks,
             )
         )
-        return self._model.forward(self._on_device(token_ids), self._on_device(positions), self._kv_caches)
+        adapters = [self._adapter_rows(adapter, np.concatenate(rows)) for adapter, rows in rows_by_adapter.items()]
+        return self._model.forward(self._on_device(token_ids), self._on_device(positions), self._kv_caches, adapters)
+
+    def _adapter_rows(self, adapter: AdapterLayers, rows: IntArray) -> AdapterRows:
+        padded: IntArray = np.full(padded_num_rows(len(rows)), rows[0])
+        padded[: len(rows)] = rows
+        return AdapterRows(adapter.layers, self._on_device(padded), len(rows))
 
     def _on_device(self, values: IntArray) -> Tensor:
         return torch.from_numpy(values).to(self._device)

@@ -24,6 +24,8 @@ Text = Annotated[str, Meta(max_length=4096)]  # whoever sends free text cuts it 
 MAX_TEXT_CHARS = 2000
 MAX_KV_SOURCES = 8
 Fingerprint = Annotated[bytes, Meta(max_length=64)]
+AdapterFingerprint = Annotated[bytes, Meta(min_length=16, max_length=16)]
+FolderPath = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0)]
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 RegistrationIndex = Annotated[int, Meta(ge=0, lt=2**32)]  # of a frame's header
@@ -126,6 +128,13 @@ class AuditReply(msgspec.Struct, tag="audit_reply", frozen=True, kw_only=True):
     problems: Annotated[tuple[Text, ...], Meta(max_length=64)]
 
 
+class AdapterReply(msgspec.Struct, tag="adapter_reply", frozen=True):
+    """Outcome of a LoadAdapter. error: why requests for that adapter will fail on this node; "" when it has it."""
+
+    fingerprint: AdapterFingerprint
+    error: Text = ""
+
+
 # -- router to node ----------------------------------------------------------------------------------------------------
 class RegisterReply(msgspec.Struct, tag="register_reply", frozen=True):
     """Answer to Register: refusal is empty when accepted, else it says why, and the node ends with that message.
@@ -148,6 +157,7 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
     request_id is unique per dispatch: a retry gets a new one. stage "prefill": compute the prompt, sample one token, save the
     blocks, report is_prefill_done. stage "decode": go on from prompt + output tokens to the end. time_left_s: until the
     request's deadline. kv_sources: kv_address of other nodes that have had this request, as they registered it.
+    adapter_fingerprint: of a LoRA adapter that a LoadAdapter told of, b"" for none; adapter_name is for people.
     """
 
     request_id: Name
@@ -159,6 +169,8 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     kv_sources: Annotated[tuple[Address, ...], Meta(max_length=MAX_KV_SOURCES)] = ()
+    adapter_name: Label = ""
+    adapter_fingerprint: Fingerprint = b""
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -178,6 +190,24 @@ class AuditRequest(msgspec.Struct, tag="audit_request", frozen=True):
     block_hashes: BlockHashes = ()
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True, kw_only=True):
+    """Requests may name this LoRA adapter from now on: bring it into memory, and answer with an AdapterReply.
+
+    Sent after each registration for all adapters, and when one is added. path: of its folder, from the router's configuration or
+    an administrator; what it holds must be what the fingerprint says (core.adapter_files.fingerprint_of).
+    """
+
+    name: Label
+    fingerprint: AdapterFingerprint
+    path: FolderPath
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
+    """No request will name this adapter any more."""
+
+    fingerprint: AdapterFingerprint
+
+
 class Drain(msgspec.Struct, tag="drain", frozen=True):
     """Take no new requests; finish what runs; then exit."""
 
@@ -187,8 +217,8 @@ class Ping(msgspec.Struct, tag="ping", frozen=True):
     the node by its number whether something before it was lost."""
 
 
-NodeMessage = Register | Heartbeat | Updates | AuditReply
-RouterMessage = RegisterReply | RegisterAgain | Generate | Abort | AuditRequest | Drain | Ping
+NodeMessage = Register | Heartbeat | Updates | AuditReply | AdapterReply
+RouterMessage = RegisterReply | RegisterAgain | Generate | Abort | AuditRequest | LoadAdapter | UnloadAdapter | Drain | Ping
 
 _encoder = msgspec.msgpack.Encoder()
 _node_decoder = msgspec.msgpack.Decoder(NodeMessage)

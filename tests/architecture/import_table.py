@@ -16,6 +16,7 @@ VALUES = (  # the first row: values, configuration, rendering
     "core.stats",
     "core.sampling_params",
     "core.model_files",
+    "core.adapter_files",
 )
 NODE_SHELL = ("core.node", "core.node_link", "core.node_session")  # the process around an engine
 VALUES_OUTSIDE = frozenset({"msgspec", "yaml", "prometheus_client"})

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from core.stats import EngineStats
 from core.step import TokenLogprob
-from core.wire.messages import AuditReply, Heartbeat, ModelInfo, NodeLoad, Register, RequestUpdate, Updates, encode
+from core.wire.messages import AdapterReply, AuditReply, Heartbeat, ModelInfo, NodeLoad, Register, RequestUpdate, Updates, encode
 from router.registry import MAX_NODES
 from tests.fuzz.examples import num_examples
 from tests.fuzz.hostile import FLOATS, INTS, TEXTS, payloads
@@ -19,7 +19,7 @@ from tests.fuzz.router_bench import HONEST, HOSTILE, RouterBench
 from tests.unit.router.fake_node import model_info
 from tests.unit.router.flow_bench import register_message
 
-TAGS = ["register", "heartbeat", "updates", "audit_reply"]
+TAGS = ["register", "heartbeat", "updates", "audit_reply", "adapter_reply"]
 IDENTITIES = st.sampled_from([b"e0", b"e1", b"e2"])
 OWN_IDS = st.sampled_from(["evil-0", "evil-1", "honest-d2"])
 # An honest node's name in a Register is a takeover, which is a matter of authentication: not here.
@@ -109,7 +109,8 @@ AUDIT_REPLIES = st.builds(
     counts=st.dictionaries(TEXTS, INTS, max_size=3),
     problems=st.lists(TEXTS, max_size=3).map(tuple),
 )
-MESSAGES = st.one_of(REGISTERS, REGISTERS, HEARTBEATS, AUDIT_REPLIES)
+ADAPTER_REPLIES = st.builds(AdapterReply, st.binary(min_size=16, max_size=16), TEXTS)
+MESSAGES = st.one_of(REGISTERS, REGISTERS, HEARTBEATS, AUDIT_REPLIES, ADAPTER_REPLIES)
 STEPS = st.lists(
     st.one_of(
         st.sampled_from(["submit", "submit", "answer", "audit"]),

@@ -17,7 +17,7 @@ from tests.support.engine_bench import EngineBench
 from tests.support.fake_runner import VOCAB_SIZE, oracle_tokens
 from tests.support.memory_connector import MemoryConnector
 
-TAGS = ["register_reply", "register_again", "generate", "abort", "audit", "drain", "ping"]
+TAGS = ["register_reply", "register_again", "generate", "abort", "audit", "load_adapter", "unload_adapter", "drain", "ping"]
 MAX_MODEL_LEN = 64
 TOKEN_IDS = st.one_of(
     st.lists(st.integers(1, VOCAB_SIZE - 1), max_size=30),
@@ -30,6 +30,7 @@ def _mostly(good: Any, hostile: st.SearchStrategy[Any]) -> st.SearchStrategy[Any
     return st.one_of(st.just(good), st.just(good), hostile)
 
 
+FINGERPRINTS = st.sampled_from([b"a" * 16, b"b" * 16, b"c" * 16, b"d" * 16, b"e" * 16])
 SAMPLING = st.builds(
     SamplingParams,
     temperature=_mostly(0.0, FLOATS),
@@ -56,6 +57,7 @@ GENERATES = st.builds(
     time_left_s=_mostly(60.0, FLOATS),
     priority=INTS,
     cache_salt=TEXTS,
+    adapter_fingerprint=_mostly(b"", FINGERPRINTS | st.binary(max_size=70)),
 )
 # An Abort or a RegisterAgain ends honest requests, as it should: who may send one is a matter of authentication.
 ABORTS = st.lists(st.sampled_from(["evil-0", "evil-1", "honest-99"]) | TEXTS, max_size=4).map(
@@ -65,6 +67,8 @@ OTHERS = st.one_of(
     st.builds(messages.AuditRequest, INTS),
     st.builds(messages.RegisterReply, TEXTS, FLOATS),
     st.just(messages.Ping()),
+    st.builds(messages.LoadAdapter, name=TEXTS, fingerprint=FINGERPRINTS, path=TEXTS),
+    st.builds(messages.UnloadAdapter, FINGERPRINTS),
 )
 COMMANDS = st.one_of(GENERATES, GENERATES, ABORTS, OTHERS)
 STEPS = st.lists(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from core.adapter_files import Adapter
 from core.clock import Clock
 from core.config import EngineOptions, RouterOptions
 from router.flow_actions import Deliver, Fail
@@ -88,6 +90,8 @@ class SimCluster:
             save_decode_blocks=rng.random() < 0.8,
             kv_load_policy=rng.choice(("auto", "always")),
             overlap_steps="on" if seed % 2 else "off",
+            max_loras=1 + seed % 2,
+            max_cpu_loras=2,
         )
         self.num_blocks = rng.choice((4, 5, 6, 16)) * MAX_MODEL_LEN // 4 // self.block_size
         self.store = SimStore(capacity_blocks=rng.choice((20, 200, 5000)), max_delay_s=rng.choice((0.0005, 0.02, 0.3)))
@@ -104,10 +108,16 @@ class SimCluster:
         self._links: dict[bytes, Link] = {}
         self.router: RouterCore | None = None
         self._num_routers = 0
+        self._adapters = {name: Adapter(name, name.encode() * 16, f"/{name}") for name in ("x", "y", "z")}
         self.start_router()
         arrivals_end_s = rng.choice((0.5, 3.0, 0.9 * FAULTS_END_S))  # all at once, or spread
         drawn = enumerate(draw_requests(rng, arrivals_end_s))
         requests = [request for place, request in drawn if only_requests is None or place in only_requests]
+        if seed % 3 == 2:
+            chooser = random.Random(seed)  # of its own, so that other runs are what they were without adapters
+            for request in requests:
+                request.adapter_name = "" if request.is_poison else chooser.choice(("", *self._adapters))
+            world.after(chooser.random() * FAULTS_END_S, lambda: self._load_adapter(Adapter("x", b"new content of x", "/x")))
         self._poison = [
             Poison(len(request.spec.prompt_token_ids), (*request.spec.prompt_token_ids, *request.expected))
             for request in requests
@@ -174,6 +184,9 @@ class SimCluster:
         for node in self.nodes.values():
             audit = node.core.engine.audit()
             assert not audit.problems and not any(audit.counts.values()), f"{node.name} still holds {audit}"
+            gate = node.core.engine.adapters
+            assert not gate.num_parked and not gate.has_news, f"{node.name} still waits for adapters"
+        assert self.router.adapters.known() == list(self._adapters.values()), f"adapters: {self.router.adapters.known()}"
         for state in self.router.registry.nodes.values():
             assert not state.in_flight, f"the router counts {state.in_flight} against {state.node_id}"
         # A prefill that was given up for its slowness does not count when its node dies a moment later.
@@ -188,6 +201,15 @@ class SimCluster:
             self._num_routers += 1
             self.world.log("the router starts")
             self.router = RouterCore(self.router_options, self.world, self._send, _shared_metrics, f"sim{self._num_routers}")
+            for adapter in self._adapters.values():
+                self._load_adapter(adapter)
+
+    def _load_adapter(self, adapter: Adapter) -> None:
+        """As its configuration or an administrator would; a name that exists gets new content."""
+        self._adapters = {name: kept for name, kept in self._adapters.items() if name != adapter.name} | {adapter.name: adapter}
+        if self.router is not None:
+            adapters = self.router.adapters
+            adapters.end_load(adapters.start_load(adapter), is_accepted=True)
 
     def kill_router(self) -> None:
         """kill -9: its clients' and its nodes' connections break, and with them what was in flight."""

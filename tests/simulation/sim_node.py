@@ -57,7 +57,10 @@ class SimRunner(FakeRunner):
         for new in plan.new_requests:
             if any(poison.is_in(new.token_ids) for poison in self._poison):
                 raise ProcessCrashError
-        return super().execute(plan)
+        result = super().execute(plan)
+        assert self.most_adapters <= self._options.max_loras, f"{self.most_adapters} adapters in a step"
+        assert len(self.adapters.here) <= self._options.max_cpu_loras, f"{len(self.adapters.here)} adapters in memory"
+        return result
 
 
 class SimNode:
@@ -94,7 +97,7 @@ class SimNode:
         self.connector.register_kv_cache(pool)
         self.runner = SimRunner(pool, options, poison)
         self._model = fake_model(options.block_size, MAX_MODEL_LEN)
-        engine = EngineCore(options, self._model, num_blocks, self.runner, self.connector, world)
+        engine = EngineCore(options, self._model, num_blocks, self.runner, self.connector, world, adapters=self.runner.adapters)
         self.core = NodeCore(NodeIdentity(name, role, self.generation), engine)
         registration = messages.Register(
             node_id=name,

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from core.adapter_gate import AdapterGate
 from core.engine import EngineCore
 from core.kv.block_pool import BlockPool
 from core.kv.connector import Transfer, TransferOutcome, TransferResult
@@ -176,6 +177,17 @@ def salt_left_out_of_the_key(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Namespace, "root_hash", lambda namespace, salt="", adapter=b"": original(namespace, "", adapter))
 
 
+def adapter_left_out_of_the_key(patch: pytest.MonkeyPatch) -> None:
+    """An adapter's requests take the model's own prefixes, and those of other adapters."""
+    original = Namespace.root_hash
+    patch.setattr(Namespace, "root_hash", lambda namespace, salt="", adapter=b"": original(namespace, salt))
+
+
+def place_of_an_adapter_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
+    """Requests that are preempted or end still count as running."""
+    patch.setattr(AdapterGate, "end", lambda gate, request: None)
+
+
 def preemption_keeps_the_count_of_computed_tokens(patch: pytest.MonkeyPatch) -> None:
     """A request that lost its blocks is resumed as if it still had them."""
     original = Scheduler._preempt
@@ -322,6 +334,8 @@ PLANTED_BUGS: tuple[Patch, ...] = (
     corrupt_block_is_not_noticed,
     hit_covers_every_token,
     salt_left_out_of_the_key,
+    adapter_left_out_of_the_key,
+    place_of_an_adapter_is_not_given_back,
     preemption_keeps_the_count_of_computed_tokens,
     resume_off_by_one_token,
     first_token_is_sampled_again,

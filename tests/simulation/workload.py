@@ -30,6 +30,7 @@ class SimRequest:
     arrival_s: float
     cancelled_s: float | None = None  # when its client goes away
     is_poison: bool = False
+    adapter_name: str = ""  # what it means is found out when the request is submitted
     is_cancelled: bool = False
     num_submissions: int = 0
     is_in_flight: bool = False
@@ -124,6 +125,11 @@ class Clients:
         if request.num_submissions:
             name = f"{request.name.partition('~')[0]}~{request.num_submissions}"
             request.spec = dataclasses.replace(request.spec, request_id=name)
+        if request.adapter_name:
+            adapter = router.adapters.find(request.adapter_name)
+            assert adapter is not None
+            spec = request.spec = dataclasses.replace(request.spec, adapter=adapter)
+            request.expected = oracle_tokens(spec.prompt_token_ids, spec.sampling.max_tokens, adapter.fingerprint.hex())
         request.num_submissions += 1
         request.is_in_flight = True
         request.last_news_s = self.world.now_s()
@@ -166,11 +172,12 @@ class Clients:
             self.world.log(f"{name} ends: {news.finish_reason}")
 
     def _max_cached_tokens(self, request: SimRequest) -> int:
-        """The most that an honest prefix cache can have: what others with the same salt share with it."""
+        """The most that an honest prefix cache can have: what others with the same salt and adapter share with it."""
         known = request.spec.prompt_token_ids + request.expected
         most = 0
         for other in self.requests:
-            if other.spec.cache_salt == request.spec.cache_salt and other.arrival_s <= self.world.now_s():
+            has_same_keys = (other.spec.cache_salt, other.spec.adapter) == (request.spec.cache_salt, request.spec.adapter)
+            if has_same_keys and other.arrival_s <= self.world.now_s():
                 theirs = other.spec.prompt_token_ids + other.expected
                 if other is request:  # its own blocks, saved by an attempt that was lost
                     most = max(most, len(theirs) if self.num_disturbances else 0)

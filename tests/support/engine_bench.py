@@ -52,6 +52,7 @@ class EngineBench:
             self.clock,
             drafter=drafter,
             grammar_compiler=grammar_compiler,
+            adapters=self.runner.adapters,
         )
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, FinishedRequest] = {}

@@ -13,7 +13,7 @@ from core.engine_model import EngineModel
 from core.kv.hashing import Namespace
 from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
-from core.step import StepPlan, StepResult
+from core.step import AdapterLoad, StepPlan, StepResult
 
 ENTRY_BYTES = 32
 VOCAB_SIZE = 1000
@@ -43,11 +43,11 @@ def _next_token(entries: bytes) -> int:
     return 1 + int.from_bytes(sha256(entries).digest()[:8], "little") % (VOCAB_SIZE - 1)
 
 
-def oracle_tokens(prompt_token_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """The only right continuation of a prompt."""
+def oracle_tokens(prompt_token_ids: Sequence[int], num_tokens: int, adapter: str = "") -> list[int]:
+    """The only right continuation of a prompt, with an adapter if there is one."""
     token_ids = list(prompt_token_ids)
     entries = b""
-    previous = b""
+    previous = adapter.encode()
     for position, token_id in enumerate(token_ids):
         previous = fake_entry(previous, token_id, position)
         entries += previous
@@ -69,6 +69,44 @@ class _RunnerRequest:
     token_ids: list[int]
     num_computed: int
     block_ids: list[int]
+    adapter: str
+
+
+class FakeAdapters:
+    """core.step.AdapterStore without content: a folder holds what its path says. is_slow: loads end with `finish` alone."""
+
+    def __init__(self) -> None:
+        self.here: set[str] = set()
+        self.started: list[str] = []
+        self.is_slow = False
+        self.broken: set[str] = set()  # adapters that cannot be loaded
+        self._pending: list[str] = []
+
+    def start_load(self, adapter: str, path: str) -> None:
+        """Remember it."""
+        assert adapter not in self.here and adapter not in self._pending, f"{adapter} is here already"
+        self.started.append(adapter)
+        self._pending.append(adapter)
+
+    def poll_loads(self) -> list[AdapterLoad]:
+        """All that were started, unless they are slow."""
+        return [] if self.is_slow else self.finish()
+
+    def finish(self) -> list[AdapterLoad]:
+        """End all loads."""
+        loads = [AdapterLoad(adapter, "its files are gone" if adapter in self.broken else "") for adapter in self._pending]
+        self.here |= {load.adapter for load in loads if not load.error}
+        self._pending = []
+        return loads
+
+    def find(self, adapter: str) -> str:
+        """The adapter's name, as long as it is here."""
+        assert adapter in self.here, f"{adapter} is not in memory"
+        return adapter
+
+    def drop(self, adapter: str) -> None:
+        """Forget it."""
+        self.here.remove(adapter)
 
 
 class FakeRunner:
@@ -76,6 +114,8 @@ class FakeRunner:
 
     def __init__(self, pool: KVPoolMemory) -> None:
         self.pool = pool
+        self.adapters = FakeAdapters()
+        self.most_adapters = 0  # different ones in a step, so far
         self.plans: list[StepPlan] = []
         self.fail_next = False
         self._requests: dict[str, _RunnerRequest] = {}
@@ -93,7 +133,9 @@ class FakeRunner:
             self._requests.pop(request_id, None)
         for new in plan.new_requests:
             assert new.request_id not in self._requests, f"{new.request_id} is new twice"
-            self._requests[new.request_id] = _RunnerRequest(list(new.token_ids), new.num_computed_tokens, list(new.block_ids))
+            self._requests[new.request_id] = _RunnerRequest(
+                list(new.token_ids), new.num_computed_tokens, list(new.block_ids), str(new.adapter or "")
+            )
         for request_id, block_ids in plan.new_block_ids.items():
             self._requests[request_id].block_ids += block_ids
         for request_id, token_ids in plan.forced_token_ids.items():
@@ -102,6 +144,8 @@ class FakeRunner:
             self.fail_next = False
             raise RuntimeError("the fake model was told to fail")
         assert sum(plan.num_scheduled_tokens.values()) == plan.num_total_tokens
+        adapters = {self._requests[request_id].adapter for request_id in plan.num_scheduled_tokens} - {""}
+        self.most_adapters = max(self.most_adapters, len(adapters))
         return StepResult(
             [
                 self._advance(request_id, count, plan.draft_token_ids.get(request_id, []), plan.token_masks.get(request_id))
@@ -115,7 +159,7 @@ class FakeRunner:
         assert end == num_known + len(drafts) if drafts else end <= num_known, f"{request_id}: more tokens than are known"
         token_ids = request.token_ids + drafts
         for position in range(request.num_computed, end):
-            previous = self._read(request, position - 1) if position else b""
+            previous = self._read(request, position - 1) if position else request.adapter.encode()
             entry = fake_entry(previous, token_ids[position], position)
             block, offset = self._locate(request, position)
             self.pool.block(block)[offset : offset + ENTRY_BYTES] = entry

@@ -125,6 +125,21 @@ def test_config_options_that_are_no_mapping_are_refused_by_name(tmp_path: Path, 
         load("--config", path, *flags)
 
 
+def test_config_lora_modules_join_file_environment_and_flags(tmp_path: Path) -> None:
+    path = write(tmp_path, "router: {lora_modules: {a: /a, b: /b}}\n")
+    flags = ("--config", path, "--lora-modules", "b=/new", "c=/c=1", "--router.lora_modules", "d=/d")
+    expected = {"a": "/a", "b": "/new", "c": "/c=1", "d": "/d"}
+    assert load(*flags).router.lora_modules == expected
+    assert load("--config", path, environment={"KVRELAY_ROUTER_LORA_MODULES": "x=/x,b=/y"}).router.lora_modules == {
+        "a": "/a",
+        "b": "/y",
+        "x": "/x",
+    }
+    for wrong in ("no-path", "=/a", "a="):
+        with pytest.raises(ConfigError, match=r"router\.lora_modules: got '.*'; allowed: NAME=PATH"):
+            load("--lora-modules", wrong)
+
+
 def test_config_to_yaml_reads_back_unchanged(tmp_path: Path) -> None:
     config = Config(
         model=ModelOptions(path="/models/a b", dtype="float32"),

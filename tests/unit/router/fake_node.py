@@ -17,10 +17,12 @@ from core.step import TokenLogprob
 from core.wire.curve import CurveKeys, use_node_keys
 from core.wire.messages import (
     Abort,
+    AdapterReply,
     AuditReply,
     AuditRequest,
     Generate,
     Heartbeat,
+    LoadAdapter,
     ModelInfo,
     NodeLoad,
     NodeMessage,
@@ -28,6 +30,7 @@ from core.wire.messages import (
     RegisterAgain,
     RegisterReply,
     RequestUpdate,
+    UnloadAdapter,
     Updates,
     decode_router_message,
     encode,
@@ -88,6 +91,8 @@ class FakeNode:
     stop_after: int = 0
     die_after: int = 0
     fail_with: str = ""
+    adapter_error: str = ""  # why it loads no adapter
+    loaded: dict[bytes, str] = field(default_factory=dict)  # folders of adapters by fingerprint
     is_silent: bool = False
     reports_prefill_done: bool = True
     step_age_s: float = 0.0
@@ -183,6 +188,7 @@ class FakeNode:
                 self._is_registered.set()
             case RegisterAgain():
                 self._running.clear()
+                self.loaded.clear()
                 self._registration_index += 1
                 self._register(socket)
             case Generate():
@@ -192,6 +198,12 @@ class FakeNode:
                 self.aborted += message.request_ids
                 for request_id in message.request_ids:
                     self._running.pop(request_id, None)
+            case LoadAdapter():
+                if not self.adapter_error:
+                    self.loaded[message.fingerprint] = message.path
+                self._send(socket, AdapterReply(message.fingerprint, self.adapter_error))
+            case UnloadAdapter():
+                self.loaded.pop(message.fingerprint, None)
             case AuditRequest():
                 counts = {"requests": len(self._running)}
                 if message.block_hashes:

@@ -39,6 +39,8 @@ UNKNOWN_FIELDS: dict[str, object] = {
     "metrics_address": ADDRESS,
     "security": {"keys": f"/{MARKER}"},
     "model_path": f"/{MARKER}",
+    "lora_path": f"/{MARKER}",
+    "lora_name": MARKER,
     "request_id": MARKER,
     "tenant": MARKER,
     "vllm_xargs": PARAMETERS,
@@ -65,8 +67,9 @@ WORDS_OF_ADDRESSES = (
     "sources",
     "peers",
 )
-# Where nodes get KV from each other: what nodes have registered, and nothing else; see the last test.
-FROM_THE_REGISTRY = ("Generate.kv_sources",)
+# Where nodes get KV from each other: what nodes have registered, and nothing else; see the last test. Folders of adapters: from
+# the configuration or an administrator; see test_http_adapters.py.
+NOT_FROM_CLIENTS = ("Generate.kv_sources", "LoadAdapter.path")
 
 
 @pytest.mark.parametrize("field", UNKNOWN_FIELDS)
@@ -100,7 +103,7 @@ def test_messages_to_nodes_have_no_field_for_an_address() -> None:
         for name in _field_names(message)
         if any(word in name.split("_") for word in WORDS_OF_ADDRESSES)
     ]
-    found = [name for name in found if name not in FROM_THE_REGISTRY]
+    found = [name for name in found if name not in NOT_FROM_CLIENTS]
     assert not found, f"what a node connects to comes from its configuration: {found}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from core.adapter_files import read_adapter
 from core.config import ModelOptions
 from core.kv.pool_memory import KVPoolMemory
 from core.model.description import ModelDescription, describe_model
 from core.model.runner import TorchModelRunner, kv_cache_views
 from core.sampling_params import SamplingParams
-from core.step import NewRequest, StepPlan, StepResult, TokenLogprob
+from core.step import AdapterLoad, NewRequest, StepPlan, StepResult, TokenLogprob
 
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
@@ -58,6 +60,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     is_known: bool = False
+    adapter: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -85,8 +88,17 @@ class Driver:
             key_cache.fill_(float("nan"))
             value_cache.fill_(float("nan"))
 
-    def add(self, request_id: str, prompt: list[int], sampling: SamplingParams = GREEDY) -> Request:
-        return Request(request_id, list(prompt), len(prompt), sampling)
+    def add(self, request_id: str, prompt: list[int], sampling: SamplingParams = GREEDY, adapter: str = "") -> Request:
+        return Request(request_id, list(prompt), len(prompt), sampling, adapter=adapter)
+
+    def load_adapter(self, folder: Path) -> str:
+        """Bring an adapter into the runner's memory; what requests call it."""
+        adapter = read_adapter(str(folder)).fingerprint.hex()
+        self.runner.adapters.start_load(adapter, str(folder))
+        while not (loads := self.runner.adapters.poll_loads()):
+            time.sleep(0.001)
+        assert loads == [AdapterLoad(adapter)], loads
+        return adapter
 
     def remove(self, request: Request) -> None:
         """Finish or preempt: its blocks are free, and its tokens must be computed again if it returns."""
@@ -111,6 +123,7 @@ class Driver:
                         request.num_computed_tokens,
                         list(request.block_ids),
                         request.sampling,
+                        self.runner.adapters.find(request.adapter) if request.adapter else None,
                     )
                 )
                 request.is_known = True
