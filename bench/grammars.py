@@ -23,7 +23,7 @@ from core.model.loading import LoadedModel, load_model
 from core.sampling_params import GrammarSource, SamplingParams
 
 MODEL = "smollm2"
-MAX_TOKENS = 160
+MAX_TOKENS = 96
 NO_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 PERSON = {
     "type": "object",

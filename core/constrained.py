@@ -72,16 +72,20 @@ class ConstrainedRequests:
             return FinishedRequest(FinishReason.ERROR, error=str(error))
         return None
 
-    def keep_valid_drafts(self, request: Request) -> None:
-        """Cut a request's drafts where they leave the grammar."""
+    def keep_valid_drafts(self, request: Request) -> FinishedRequest | None:
+        """Cut a request's drafts where they leave the grammar. Returns how the request ends, if it cannot be followed so far."""
         grammar, drafts = request.grammar, request.draft_token_ids
         assert grammar is not None
-        num_invalid = len(drafts) - grammar.count_valid(drafts)
-        if num_invalid:
-            del drafts[-num_invalid:]
-            request.num_tokens_with_spec -= num_invalid
-        if drafts:
-            request.token_masks = grammar.token_masks(drafts)
+        try:
+            num_invalid = len(drafts) - grammar.count_valid(drafts)
+            if num_invalid:
+                del drafts[-num_invalid:]
+                request.num_tokens_with_spec -= num_invalid
+            if drafts:
+                request.token_masks = grammar.token_masks(drafts)
+        except GrammarLimitError as error:
+            return FinishedRequest(FinishReason.ERROR, error=str(error))
+        return None
 
     @staticmethod
     def _append_forced(request: Request, forced: list[int]) -> FinishedRequest | None:
@@ -92,5 +96,6 @@ class ConstrainedRequests:
         finished, num_kept = find_end(request, len(forced))
         request.num_tokens_with_spec = len(token_ids)
         request.num_untold_tokens += num_kept
-        assert finished is not None or request.grammar.accept(forced), "the grammar forces what it forbids"
+        if finished is None and not request.grammar.accept(forced):
+            raise GrammarLimitError("the grammar's own continuation is too much for it")
         return finished

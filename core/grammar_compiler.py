@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 _STACK_BYTES = 64 * 1024 * 1024
 # Time and memory for expressions grow with the square of their length (tens of thousands of optional parts take gigabytes).
 MAX_EXPRESSION_CHARS = 4096
-MAX_LARK_CHARS = 16 * 1024
+MAX_LARK_CHARS = 10 * 1024
 _MAX_NESTING = 100  # of schemas; the library parses JSON to 128 levels
 _MAX_CACHED = 64
 _MAX_ERROR_CHARS = 300
@@ -58,6 +58,7 @@ class LlgMatcher:
         may_end = bool(token_ids) and token_ids[-1] in self._end_token_ids
         text = list(token_ids[:-1] if may_end else token_ids)
         if matcher.try_consume_tokens(text) != len(text):
+            self._check_limits()
             return False
         self.is_terminated = may_end and matcher.is_accepting()  # an end is not told to the library: it would reject some
         return self.is_terminated or not may_end or matcher.consume_token(token_ids[-1])
@@ -77,7 +78,8 @@ class LlgMatcher:
             if token_id in self._end_token_ids and matcher.is_accepting():
                 masks += [self._end_mask] * (len(draft_token_ids) - num_consumed)
                 break
-            assert matcher.consume_token(token_id), f"draft {token_id} does not follow the grammar"
+            if not matcher.consume_token(token_id):
+                raise GrammarLimitError(f"the grammar cannot follow a draft: {_one_line(matcher.get_error())}")
             num_consumed += 1
             masks.append(self._mask())
         if num_consumed:
@@ -158,6 +160,9 @@ class LlgCompiler:
                 known = self._compile_anew(source)
             except InvalidInputError as error:
                 known = error
+            except Exception as error:  # whatever the library has not foreseen is this grammar's fault, not the engine's
+                _logger.exception("compiling a %s failed", source.kind)
+                known = _refusal(source, _one_line(str(error)))
         self._compiled[source] = known
         if len(self._compiled) > _MAX_CACHED:
             self._compiled.popitem(last=False)

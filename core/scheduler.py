@@ -485,7 +485,7 @@ class Scheduler:
                 finished = self._grammars.advance(request, sampled)
                 if finished is None and self._drafter is not None and not request.num_untold_tokens:
                     self._propose_drafts(request)
-                    self._grammars.keep_valid_drafts(request)
+                    finished = self._grammars.keep_valid_drafts(request)
             num_forced += self._report(request, output, len(sampled))
             if finished is not None:
                 output.finished[request_id] = finished

@@ -232,11 +232,28 @@ def test_engine_wrong_grammar_ends_its_request_alone(compiler: LlgCompiler) -> N
         EngineBench().add("r", PROMPT, grammar=DIGITS)
 
 
-@pytest.mark.parametrize("fails_in", ["token_masks", "forced_tokens", "accept"])
+def test_engine_grammar_beyond_its_limits_ends_its_request_alone(compiler: LlgCompiler) -> None:
+    """Compiles, and then has more ways to go on than the library follows: found out when a token is taken."""
+    text = json.dumps({"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(2000)}})
+    for drafter in (None, KnowingDrafter([93, 4, 82])):
+        bench = EngineBench(grammar_compiler=compiler, drafter=drafter)
+        bench.add("r", PROMPT, max_tokens=50, grammar=GrammarSource("json_schema", text))
+        bench.add("other", PROMPT, max_tokens=8)
+        bench.run()
+        assert bench.finished["r"].reason is FinishReason.ERROR
+        assert bench.tokens["other"] == oracle_tokens(PROMPT, 8)
+        bench.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize(
+    ("fails_in", "with_drafts"),
+    [("token_masks", False), ("forced_tokens", False), ("accept", False), ("token_masks", True), ("count_valid", True)],
+)
 def test_engine_grammar_that_fails_on_the_way_ends_its_request_alone(
-    compiler: LlgCompiler, monkeypatch: pytest.MonkeyPatch, fails_in: str
+    compiler: LlgCompiler, fails_in: str, with_drafts: bool
 ) -> None:
-    bench = EngineBench(grammar_compiler=compiler)
+    drafter = KnowingDrafter(run_alone(compiler, DIGITS).tokens["r"]) if with_drafts else None
+    bench = EngineBench(grammar_compiler=compiler, drafter=drafter)
     bench.add("fails", PROMPT, max_tokens=50, grammar=DIGITS)
     bench.add("other", PROMPT, max_tokens=20)
     for _ in range(3):

@@ -249,9 +249,9 @@ def test_compiler_refuses_what_is_no_grammar_or_too_much(bench: Bench, kind: str
 @pytest.mark.parametrize(
     "text",
     [
-        "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(1100)) + '\na1100: "x"',
-        "start: A0\n" + "\n".join(f"A{i}: A{i + 1}" for i in range(1100)) + '\nA1100: "x"',
-        "start: a0\n" + "\n".join(f'a{i}: "x" a{i + 1} "y"' for i in range(750)) + '\na750: "x"',
+        "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(700)) + '\na700: "x"',
+        "start: A0\n" + "\n".join(f"A{i}: A{i + 1}" for i in range(700)) + '\nA700: "x"',
+        "start: a0\n" + "\n".join(f'a{i}: "x" a{i + 1} "y"' for i in range(450)) + '\na450: "x"',
     ],
     ids=["rules", "terminals", "sequences"],
 )
