@@ -54,8 +54,10 @@ class LlgMatcher:
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """See GrammarMatcher."""
+        if not token_ids:
+            return True
         matcher = self._matcher
-        may_end = bool(token_ids) and token_ids[-1] in self._end_token_ids
+        may_end = token_ids[-1] in self._end_token_ids
         text = list(token_ids[:-1] if may_end else token_ids)
         if matcher.try_consume_tokens(text) != len(text):
             self._check_limits()
@@ -179,7 +181,8 @@ class LlgCompiler:
             self._end_mask = (1 << self._end_token_ids[0]).to_bytes(4 * num_words, "little")
         matcher = LLMatcher(self._tokenizer, _definition(source), log_level=0, limits=_LIMITS)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # the first one takes longest, and shows some of what will not work at all
+            matcher.compute_ff_tokens()  # the first steps take longest, and show some of what will not work at all
+            matcher.compute_bitmask()
         if matcher.is_error():
             raise _refusal(source, _one_line(matcher.get_error()))
         return matcher

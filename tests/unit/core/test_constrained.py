@@ -232,6 +232,14 @@ def test_engine_wrong_grammar_ends_its_request_alone(compiler: LlgCompiler) -> N
         EngineBench().add("r", PROMPT, grammar=DIGITS)
 
 
+def test_engine_grammar_without_an_end_is_cut_by_max_tokens(compiler: LlgCompiler) -> None:
+    endless = GrammarSource("grammar", 'start: "a" start')
+    jumping, stepping = (run_alone(compiler, endless, max_tokens=20, jump_decoding=jumps) for jumps in (True, False))
+    assert len(jumping.tokens["r"]) == 20 and jumping.finished["r"].reason is LENGTH
+    # Without jumps all of what is forced is looked through anew at each step, which soon is too much: an error, and no harm.
+    assert stepping.finished["r"].reason in (LENGTH, FinishReason.ERROR)
+
+
 def test_engine_grammar_beyond_its_limits_ends_its_request_alone(compiler: LlgCompiler) -> None:
     """Compiles, and then has more ways to go on than the library follows: found out when a token is taken."""
     text = json.dumps({"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(2000)}})

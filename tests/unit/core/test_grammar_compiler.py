@@ -208,6 +208,8 @@ def test_matcher_end_token_is_allowed_where_the_grammar_may_end_and_ends_it(benc
 
 def test_compiler_replays_output_and_refuses_one_that_does_not_follow(bench: Bench) -> None:
     b, c = bench.spelling.index(b"b"), bench.spelling.index(b"c")
+    ended = bench.matcher("regex", "b*", [b, EOS])
+    assert ended.is_terminated and ended.accept([]) and ended.is_terminated and ended.forced_tokens() == []
     assert bench.text(bench.matcher("regex", "b{2}c{2}", [b, b, c]).forced_tokens()) == "c"
     with pytest.raises(InvalidInputError, match="output_token_ids"):
         bench.matcher("regex", "b{2}c{2}", [c])
