@@ -87,6 +87,8 @@ class BeamGeneration:
         """See Generation."""
         self._num_room = len(self._searches) * self._beams.width
         self._room.num_beams += self._num_room
+        if self.plan.adapter is not None:
+            self._core.adapters.use(self.plan.adapter)  # also between two steps, when no child has it
         self._deadline_s = asyncio.get_running_loop().time() + self._core.request_timeout_s
         for search in self._searches:
             self._start_step(search, {})
@@ -97,6 +99,8 @@ class BeamGeneration:
 
     def cancel(self) -> None:
         """See Generation."""
+        if self._num_room and self.plan.adapter is not None:
+            self._core.adapters.release(self.plan.adapter)
         self._room.num_beams -= self._num_room
         self._num_room = 0
         for search in self._searches:

@@ -6,6 +6,7 @@ import dataclasses
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import httpx
 import pytest
 
 from tests.unit.router.running_router import RunningRouter
+from tests.unit.router.test_http_adapters import load as load_adapter
+from tests.unit.router.test_http_adapters import unload as unload_adapter
+from tests.unit.router.test_http_adapters import write_adapter
 from tests.unit.router.tiny_language import search_plainly, tiny_language
 
 NUM_WORDS = 40  # of the language; the model's vocabulary is larger
@@ -160,6 +164,21 @@ def test_beams_of_a_client_that_left_are_cancelled(model_folder: Path) -> None:
             time.sleep(0.3)
         assert num_received < 2 * 100
         assert running.dispatcher.core.num_in_flight == 0
+
+
+def test_beams_of_an_adapter_keep_it_when_it_is_unloaded_between_two_steps(model_folder: Path, tmp_path: Path) -> None:
+    with BeamRouter(model_folder, allow_runtime_lora_updating=True) as running, ThreadPoolExecutor(1) as pool:
+        node = running.add_node("decode", next_logprobs=LANGUAGE, token_delay_s=0.02)
+        assert load_adapter(running, "sql", write_adapter(tmp_path / "adapter", b"weights")).status_code == 200
+        answer = pool.submit(running.complete, 60, model="sql", n=2, max_tokens=150, ignore_eos=True, **BEAMS)
+        wait_until(lambda: len(node.received) >= 4)
+        assert unload_adapter(running, "sql").status_code == 200
+        num_received = len(node.received)
+        wait_until(lambda: len(node.received) >= num_received + 8)  # several steps later
+        assert node.loaded
+        assert answer.result().status_code == 200
+        wait_until(lambda: not node.loaded)
+        assert {message.adapter_name for message in node.received} == {"sql"}
 
 
 def test_beams_that_take_too_long_end_with_a_504(model_folder: Path) -> None:
