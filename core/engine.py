@@ -103,7 +103,7 @@ class EngineCore:
         drafter = drafter or create_drafter(options)
         self._scheduler = Scheduler(options, self._kv, self._ledger, clock, self.stats, drafter, grammars, self.adapters)
         self._steps = StepsInFlight(runner, clock, on_thread=has_model_thread)
-        self._news = StepOutput()  # of steps that were finished outside step()
+        self._news: StepOutput | None = None  # of a step that was finished outside step()
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of ended requests are skipped
         self._handoffs: dict[str, _Handoff] = {}
 
@@ -201,7 +201,7 @@ class EngineCore:
     # -- stepping ------------------------------------------------------------------------------------------------------
     def has_work(self) -> bool:
         """True while a step could bring news: a request is here, or a step, a transfer or an adapter is on its way."""
-        is_busy = self._steps or self._ledger.num_in_flight or self._handoffs or self.adapters.has_news
+        is_busy = self._steps or self._ledger.num_in_flight or self._handoffs or self.adapters.has_news or self._news
         return bool(self._scheduler.requests or is_busy)
 
     def step(self) -> StepOutput:
@@ -209,7 +209,10 @@ class EngineCore:
 
         Where steps overlap, that is the result of the step before: the next one is scheduled while it runs.
         """
-        output, self._news = self._news, StepOutput()
+        if self._news is not None:
+            output, self._news = self._news, None
+            return output
+        output = StepOutput()
         started_s = self._clock.now_s()
         self._expire(started_s, output)
         if self.adapters.has_news:
@@ -380,7 +383,9 @@ class EngineCore:
 
     def try_reset_prefix_cache(self, *, force: bool = False) -> bool:
         """Forget cached KV; see Scheduler.try_reset_prefix_cache. News of the steps in flight come with the next step's."""
-        while force and self._steps:
+        if force and self._steps:
+            assert self._news is None and len(self._steps) == 1, "no step has begun since the last news"
+            self._news = StepOutput()
             self._finish_step(self._news)
         return self._scheduler.try_reset_prefix_cache(force=force)
 

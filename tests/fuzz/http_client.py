@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from typing import Any
@@ -56,7 +57,8 @@ def send_raw(router: RunningRouter, data: bytes, *, half_close: bool = True) -> 
         try:
             connection.sendall(data)
             if half_close:
-                connection.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):  # it is closed already
+                    connection.shutdown(socket.SHUT_WR)
             while chunk := connection.recv(65536):
                 answer += chunk
         except (BrokenPipeError, ConnectionResetError):

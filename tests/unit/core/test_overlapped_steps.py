@@ -14,6 +14,7 @@ from core.kv.pool_memory import KVPoolMemory
 from core.request import FinishReason
 from core.sampling_params import SamplingParams
 from core.step import StepPlan, StepResult
+from core.step_output import StepOutput
 from tests.support.engine_bench import PREFILL, EngineBench
 from tests.support.fake_runner import FakeRunner, fake_layout, fake_model, oracle_tokens
 from tests.support.memory_connector import MemoryConnector, MemoryStore
@@ -156,6 +157,7 @@ def test_overlap_forced_reset_of_the_cache_keeps_the_news_of_steps_in_flight() -
     for _ in range(3):
         bench.step()
     assert bench.engine.try_reset_prefix_cache(force=True)
+    assert bench.engine.has_work()
     bench.run()
     assert bench.tokens["a"] == oracle_tokens(PROMPT, 6)
     bench.assert_nothing_leaked()
@@ -185,7 +187,7 @@ def test_overlap_on_a_thread_the_next_step_is_scheduled_while_the_model_runs() -
     engine.step()
     assert runner.runs.acquire(timeout=60)  # the first step runs,
     assert engine.audit().counts["steps_in_flight"] == 1
-    plan = engine._scheduler.schedule(engine._news)  # and the next one can be scheduled
+    plan = engine._scheduler.schedule(StepOutput())  # and the next one can be scheduled
     assert dict(plan.num_scheduled_tokens) == {"a": 1}
     engine._steps.begin(plan, 0.0)
     for _ in range(8):

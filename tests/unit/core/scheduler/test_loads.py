@@ -54,7 +54,7 @@ def test_schedule_two_loading_two_running_one_waiting_are_counted_by_reason() ->
     bench.step()
     assert scheduled(bench) == {"r2": 50, "r3": 50}
     stats = bench.engine.stats
-    assert (stats.num_running, stats.waiting_by_reason) == (2, {"capacity": 1, "loading": 2, "constraint": 0})
+    assert (stats.num_running, stats.waiting_by_reason) == (2, {"capacity": 1, "loading": 2, "constraint": 0, "lora": 0})
     assert stats.num_waiting == 3
 
 
