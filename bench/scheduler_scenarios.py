@@ -33,7 +33,11 @@ VOCAB_SIZE = 49152
 def make_scheduler(num_blocks: int, max_num_seqs: int, budget: int, drafter: Drafter | None = None) -> Scheduler:
     """A scheduler without a store."""
     options = EngineOptions(
-        block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=max(budget, max_num_seqs), max_num_waiting=10**6
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(budget, max_num_seqs),
+        max_num_waiting=10**6,
+        speculative_disable_by_batch_size=max_num_seqs,
     )
     clock, stats, pool = MonotonicClock(), EngineStats(), BlockPool(num_blocks)
     ledger = TransferLedger(

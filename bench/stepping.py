@@ -2,7 +2,7 @@
 
 python -m bench.stepping --json
 
-Each round serves the same greedy requests three times, in random order: steps one after the other, overlapped, and with drafts;
+Each round serves the same greedy requests four times, in random order: steps one after the other, overlapped, and with drafts;
 ratios are medians over rounds of tokens per second against the first. "Repeating" prompts are Python's documentation, whose
 greedy continuation repeats words of the prompt, as summaries, code and extraction do; "plain" ones are random tokens.
 """
@@ -28,7 +28,8 @@ from router.tokenizer import Tokenizer
 MODES: dict[str, dict[str, Any]] = {
     "one after the other": {"overlap_steps": "off"},
     "overlapped": {"overlap_steps": "on"},
-    "drafts": {"num_speculative_tokens": 4},
+    "drafts in small batches": {"num_speculative_tokens": 4},
+    "drafts": {"num_speculative_tokens": 4, "speculative_disable_by_batch_size": 1024},
 }
 
 

@@ -71,7 +71,8 @@ class EngineOptions:
     store blocks that fill while decoding, so that a request can move to another node by a prefix hit. overlap_steps: on, off or
     auto: schedule a step while the one before it runs. num_speculative_tokens: drafts to verify per request and step, 0: none;
     then steps do not overlap. They are what followed the last prompt_lookup_max (or fewer, down to prompt_lookup_min) tokens
-    before. jump_decoding: tokens that a grammar leaves no choice about are appended without sampling them, one step each.
+    before. speculative_disable_by_batch_size: with more requests running nothing is drafted, since rows then cost more than
+    steps. jump_decoding: tokens that a grammar leaves no choice about are appended without sampling them, one step each.
     kv_load_policy: auto loads KV from the store when that is predicted to be faster than computing it, always does not ask.
     num_threads 0: what torch chooses. device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory
     through which KV passes between a CUDA device and the store. max_loras: LoRA adapters among the requests of one step (0: none
@@ -97,6 +98,7 @@ class EngineOptions:
     num_speculative_tokens: int = 0
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    speculative_disable_by_batch_size: int = 8
     jump_decoding: bool = True
     kv_load_policy: str = "auto"
     num_threads: int = 0
@@ -129,6 +131,8 @@ class EngineOptions:
         _check(self.overlap_steps in ("auto", "on", "off"), "engine.overlap_steps", self.overlap_steps, "auto, on or off")
         drafted, longest, shortest = self.num_speculative_tokens, self.prompt_lookup_max, self.prompt_lookup_min
         _check(0 <= drafted <= 32, "engine.num_speculative_tokens", drafted, "0 to 32")
+        limit = self.speculative_disable_by_batch_size
+        _check(limit >= 1, "engine.speculative_disable_by_batch_size", limit, "1 or more")
         _check(1 <= longest <= 32, "engine.prompt_lookup_max", longest, "1 to 32")
         _check(1 <= shortest <= longest, "engine.prompt_lookup_min", shortest, f"1 to engine.prompt_lookup_max ({longest})")
         limit = self.max_long_partial_prefills

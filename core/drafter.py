@@ -72,15 +72,19 @@ def _end_of_last(packed: bytearray, num_bytes: int) -> int:
 class DraftedRequests:
     """What the scheduler does with a drafter's guesses: they count as tokens to compute until a step has verified them."""
 
-    def __init__(self, drafter: Drafter, stats: EngineStats) -> None:
+    def __init__(self, drafter: Drafter, stats: EngineStats, max_running: int) -> None:
+        """max_running: with more requests in a batch nothing is drafted."""
+        self._max_running = max_running
         self._drafter = drafter
         self._stats = stats
 
-    def propose(self, request: Request) -> None:
+    def propose(self, request: Request, num_running: int) -> None:
         """Let the next step verify what the drafter guesses.
 
         All but one of the tokens that are left: a step brings one more than it had drafts.
         """
+        if num_running > self._max_running:
+            return
         num_left = request.max_total_tokens - len(request.token_ids) - 1
         request.draft_token_ids = self._drafter.propose(request.request_id, request.token_ids, num_left)
         request.num_tokens_with_spec += len(request.draft_token_ids)

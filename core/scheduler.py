@@ -47,7 +47,7 @@ class Scheduler:
         self._ledger = ledger
         self._clock = clock
         self._stats = stats
-        self._drafts = DraftedRequests(drafter, stats) if drafter is not None else None
+        self._drafts = DraftedRequests(drafter, stats, options.speculative_disable_by_batch_size) if drafter else None
         self._adapters = adapters or AdapterGate(None, 0, 0, 0)
         self._looks_ahead = options.overlaps_steps and drafter is None
         self._grammars = grammars
@@ -266,7 +266,7 @@ class Scheduler:
                     output.logprobs[request_id] = output.logprobs[request_id][: len(sampled)]
                 self._finish(request, finished.reason)
             elif sampled and self._drafts is not None:
-                self._drafts.propose(request)
+                self._drafts.propose(request, len(self.running))
         if self._constrained:
             num_generated += self._follow_grammars(plan, output)
         self._drop_ended_from_running()
@@ -385,7 +385,7 @@ class Scheduler:
                 DraftedRequests.drop(request)
                 finished = self._grammars.advance(request, sampled)
                 if finished is None and self._drafts is not None and not request.num_untold_tokens:
-                    self._drafts.propose(request)
+                    self._drafts.propose(request, len(self.running))
                     finished = self._grammars.keep_valid_drafts(request)
             num_forced += self._grammars.report(request, output, len(sampled))
             if finished is not None:

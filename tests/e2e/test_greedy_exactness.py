@@ -110,7 +110,7 @@ def test_disaggregated_with_overlapped_steps_equals_monolithic(dtype: str, promp
 def test_disaggregated_with_drafts_equals_monolithic_in_fewer_steps(
     dtype: str, prompts: Prompts, expected: list[list[int]]
 ) -> None:
-    engine = {"num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    engine = {"num_speculative_tokens": 4, "prompt_lookup_min": 1, "speculative_disable_by_batch_size": 100}
     with Cluster(cluster_spec(dtype, prefill=1, decode=1, connector="shm", engine=engine)) as cluster:
         assert ask_all(cluster, prompts) == expected
         drafted = cluster.client.metric("kvrelay_spec_decode_num_draft_tokens_total", role="decode")

@@ -154,3 +154,17 @@ def test_drafts_request_that_moves_on_after_a_save_of_decode_blocks_hits_them() 
     other.run()
     assert other.tokens["a"] == oracle_tokens(PROMPT, 12)[8:]
     assert other.num_cached_tokens["a"] == 12
+
+
+def test_drafts_are_made_in_batches_up_to_the_limit_only() -> None:
+    drafter = FixedDrafter(3, 3)
+    bench = EngineBench(drafter=drafter, speculative_disable_by_batch_size=2)
+    prompts = {name: [first, 7, 8, 9] for name, first in (("a", 5), ("b", 6), ("c", 4))}
+    drafter.prompts.update(prompts)
+    for name, max_tokens in (("a", 20), ("b", 20), ("c", 5)):
+        bench.add(name, prompts[name], max_tokens=max_tokens)
+    bench.run()
+    for plan in bench.runner.plans:
+        assert not plan.draft_token_ids or "c" not in plan.num_scheduled_tokens, "three were running"
+    assert any(plan.draft_token_ids for plan in bench.runner.plans), "then two were"
+    assert bench.tokens == {name: oracle_tokens(prompt, 5 if name == "c" else 20) for name, prompt in prompts.items()}
