@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +68,7 @@ def read_adapter(path: str) -> AdapterFiles:
     weights = _read(folder / WEIGHTS_FILE)
     try:
         config = json.loads(config_bytes)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError("lora_path", str(folder / CONFIG_FILE), f"JSON ({error})") from error
     if not isinstance(config, dict):
         raise InvalidInputError("lora_path", str(folder / CONFIG_FILE), "a JSON object")
@@ -83,10 +85,15 @@ def fingerprint_of(config: bytes, weights: bytes) -> bytes:
 
 
 def _read(path: Path, max_bytes: int = 2**40) -> bytes:
+    # A device (/dev/zero) has size 0 and no end, and a FIFO without a writer blocks whoever opens it.
     try:
-        if path.stat().st_size > max_bytes:
-            raise InvalidInputError("lora_path", str(path), f"a file of at most {max_bytes} bytes")
-        return path.read_bytes()
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidInputError("lora_path", str(path), "a regular file")
+            if status.st_size > max_bytes:
+                raise InvalidInputError("lora_path", str(path), f"a file of at most {max_bytes} bytes")
+            return file.read(status.st_size)
     except OSError as error:
         raise InvalidInputError("lora_path", str(path), f"a file that can be read ({error.strerror})") from error
 
