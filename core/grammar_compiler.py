@@ -247,7 +247,8 @@ def _schema_definition(source: GrammarSource) -> str:
             allowed = f"at most {MAX_EXPRESSION_CHARS} characters in all patterns of a schema"
             raise InvalidInputError("grammar", f"{num_chars} characters", allowed)
         is_laid_out = isinstance(schema, dict) and "x-guidance" in schema
-        return LLMatcher.grammar_from_json_schema(source.text, defaults=None if is_laid_out else _JSON_DEFAULTS)
+        text = f'{{"allOf":[{source.text}]}}' if isinstance(schema, bool) else source.text  # defaults need an object
+        return LLMatcher.grammar_from_json_schema(text, defaults=None if is_laid_out else _JSON_DEFAULTS)
     except (ValueError, RecursionError) as error:
         raise _refusal(source, _one_line(str(error))) from error
 

@@ -206,6 +206,11 @@ def test_matcher_end_token_is_allowed_where_the_grammar_may_end_and_ends_it(benc
     assert matcher.is_terminated
 
 
+def test_compiler_takes_the_schema_that_allows_any_json(bench: Bench) -> None:
+    allowed = bench.allowed(bench.matcher("json_schema", "true"))
+    assert {bench.spelling.index(start) for start in (b"{", b"[", b'"', b"1")} <= set(allowed)
+
+
 def test_compiler_replays_output_and_refuses_one_that_does_not_follow(bench: Bench) -> None:
     b, c = bench.spelling.index(b"b"), bench.spelling.index(b"c")
     ended = bench.matcher("regex", "b*", [b, EOS])
