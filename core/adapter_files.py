@@ -10,7 +10,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 FINGERPRINT_BYTES = 16
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MAX_CONFIG_BYTES = 1024 * 1024
+MAX_WEIGHTS_BYTES = 8 * 1024**3
+_CHUNK_BYTES = 16 * 1024**2  # hashed at a time, where the weights are not kept
 MAX_SCALING = 1e6
 
 # Fields that change nothing about the forward pass, or that the tensors' names say better.
@@ -48,7 +50,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """A folder's content at one moment. scaling: what the product of the two matrices is multiplied by."""
+    """A folder's content at one moment. scaling: what the product of both matrices is multiplied by. weights: b"" unless kept."""
 
     rank: int
     scaling: float
@@ -56,16 +58,21 @@ class AdapterFiles:
     weights: bytes
 
 
-def read_adapter(path: str) -> AdapterFiles:
-    """Read and check a folder. Takes as long as reading and hashing its bytes.
+def read_adapter(path: str, *, keeps_weights: bool = True) -> AdapterFiles:
+    """Read and check a folder. Takes as long as reading and hashing its bytes, and without keeps_weights hardly any memory.
 
     Raises InvalidInputError that names what is missing or not supported, with its value and what is allowed.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise InvalidInputError("lora_path", path, f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    config_bytes = _read(folder / CONFIG_FILE, MAX_CONFIG_BYTES)
-    weights = _read(folder / WEIGHTS_FILE)
+    config_bytes = b"".join(_chunks(folder / CONFIG_FILE, MAX_CONFIG_BYTES))
+    kept: list[bytes] = []
+    weights_digest = hashlib.sha256()
+    for chunk in _chunks(folder / WEIGHTS_FILE, MAX_WEIGHTS_BYTES):
+        weights_digest.update(chunk)
+        if keeps_weights:
+            kept.append(chunk)
     try:
         config = json.loads(config_bytes)
     except (ValueError, RecursionError) as error:
@@ -73,18 +80,19 @@ def read_adapter(path: str) -> AdapterFiles:
     if not isinstance(config, dict):
         raise InvalidInputError("lora_path", str(folder / CONFIG_FILE), "a JSON object")
     rank, scaling = _check_config(config)
-    return AdapterFiles(rank, scaling, fingerprint_of(config_bytes, weights), weights)
+    return AdapterFiles(rank, scaling, _fingerprint(config_bytes, weights_digest.digest()), b"".join(kept))
 
 
-def fingerprint_of(config: bytes, weights: bytes) -> bytes:
+def _fingerprint(config: bytes, weights_digest: bytes) -> bytes:
     """Identity of an adapter by what its two files hold, wherever they lie."""
     digest = hashlib.sha256(b"kvrelay lora adapter 1|%d:" % len(config))
     digest.update(config)
-    digest.update(hashlib.sha256(weights).digest())
+    digest.update(weights_digest)
     return digest.digest()[:FINGERPRINT_BYTES]
 
 
-def _read(path: Path, max_bytes: int = 2**40) -> bytes:
+def _chunks(path: Path, max_bytes: int) -> Iterator[bytes]:
+    """A file as long as it was when it was opened. Raises InvalidInputError."""
     # A device (/dev/zero) has size 0 and no end, and a FIFO without a writer blocks whoever opens it.
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -93,7 +101,10 @@ def _read(path: Path, max_bytes: int = 2**40) -> bytes:
                 raise InvalidInputError("lora_path", str(path), "a regular file")
             if status.st_size > max_bytes:
                 raise InvalidInputError("lora_path", str(path), f"a file of at most {max_bytes} bytes")
-            return file.read(status.st_size)
+            num_left = status.st_size
+            while num_left and (chunk := file.read(min(num_left, _CHUNK_BYTES))):
+                num_left -= len(chunk)
+                yield chunk
     except OSError as error:
         raise InvalidInputError("lora_path", str(path), f"a file that can be read ({error.strerror})") from error
 

@@ -100,6 +100,9 @@ def _structured_families(nodes: Sequence[NodeStats], label_names: list[str]) -> 
     transfers = CounterMetricFamily(
         PREFIX + "kv_transfer_blocks", "Blocks of ended transfers.", labels=[*label_names, "direction", "outcome"]
     )
+    accepted = CounterMetricFamily(
+        PREFIX + "spec_decode_num_accepted_tokens", "Draft tokens that came true, at whatever position.", labels=label_names
+    )
     sources = CounterMetricFamily(
         PREFIX + "prompt_tokens_by_source", "Where the KV of prompts came from.", labels=[*label_names, "source"]
     )
@@ -116,10 +119,11 @@ def _structured_families(nodes: Sequence[NodeStats], label_names: list[str]) -> 
         for key, count in stats.transfer_blocks.items():
             direction, _, outcome = key.partition(".")
             transfers.add_metric([*values, direction, outcome], count)
+        accepted.add_metric(values, sum(stats.accepted_by_position.values()))
         for source, count in (
             ("local", stats.prefix_cache_hit_tokens),
             ("external", stats.external_hit_tokens),
             ("recomputed", stats.recomputed_prompt_tokens),
         ):
             sources.add_metric([*values, source], count)
-    return [waiting, blocks, transfers, sources]
+    return [waiting, blocks, transfers, accepted, sources]

@@ -92,7 +92,7 @@ def open_scene(arguments: argparse.Namespace, config: Config) -> Scene:
             words.append(f"the cluster has dtype {node['dtype']} and block size {node['block_size']}, which are used here")
         namespace = cluster
     salt = tenant_cache_salt(arguments.api_key_name, arguments.cache_salt)
-    adapter = read_adapter(arguments.adapter).fingerprint if arguments.adapter else b""
+    adapter = read_adapter(arguments.adapter, keeps_weights=False).fingerprint if arguments.adapter else b""
     url = (arguments.url or DEFAULT_URL) if node is not None else ""
     return Scene(model_dir, tokenizer, layout, namespace, salt, url, words, adapter)
 

@@ -126,4 +126,4 @@ def adapter_from_folder(name: str, path: str, model_names: Collection[str]) -> A
     if name in model_names:
         raise InvalidInputError("lora_name", name, "another name than the model's own")
     absolute = str(Path(path).expanduser().absolute())
-    return Adapter(name, read_adapter(absolute).fingerprint, absolute)
+    return Adapter(name, read_adapter(absolute, keeps_weights=False).fingerprint, absolute)

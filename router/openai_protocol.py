@@ -39,7 +39,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(msgspec.Struct, frozen=True):
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the output must look like: exactly one of the first five. json: a schema, or its text."""
 
     json: msgspec.Raw = msgspec.Raw()

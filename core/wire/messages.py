@@ -194,7 +194,7 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True, kw_only=True)
     """Requests may name this LoRA adapter from now on: bring it into memory, and answer with an AdapterReply.
 
     Sent after each registration for all adapters, and when one is added. path: of its folder, from the router's configuration or
-    an administrator; what it holds must be what the fingerprint says (core.adapter_files.fingerprint_of).
+    an administrator; what it holds must be what the fingerprint says (core.adapter_files).
     """
 
     name: Label

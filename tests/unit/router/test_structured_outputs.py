@@ -82,6 +82,7 @@ def test_json_schema_grammar_takes_values_as_tools_have_them() -> None:
     ("body", "field"),
     [
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["a"], "pattern": "x"}}, "structured_outputs"),
         ({"guided_grammar": "start: missing"}, "guided_grammar"),
         ({"guided_grammar": "root ::= (" + "(" * 3000}, "guided_grammar"),
         ({"guided_json": {"type": "nonsense"}}, "guided_json"),
