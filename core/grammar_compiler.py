@@ -270,6 +270,8 @@ def _patterns(schema: object, levels_left: int) -> Iterator[str]:
 
 
 def _refusal(source: GrammarSource, why: str) -> InvalidInputError:
+    if "NoExtensionBias" in why:  # what the library says where it finds no way to an end
+        why = "no text, or none that ends, matches it"
     return InvalidInputError("grammar", source.text, f"a {source.kind} that compiles ({why})")
 
 

@@ -120,4 +120,4 @@ def check_nesting(value: object, field: str, most: int = MAX_NESTING) -> None:
 
 
 def _too_deep(field: str, most: int = MAX_NESTING) -> InvalidInputError:
-    return InvalidInputError(field, "deeper", f"at most {most} levels of nesting")
+    return InvalidInputError(field, f"more than {most} levels", f"at most {most} levels of nesting")

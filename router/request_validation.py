@@ -9,6 +9,8 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from core.adapter_files import Adapter
 from core.errors import InvalidInputError, KVRelayError
 from core.sampling_params import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
@@ -176,7 +178,7 @@ def _plan(
     _refuse_given(request, NOT_SERVED)
     is_stream, options = bool(request.stream), request.stream_options
     if options is not None and not is_stream:
-        raise InvalidInputError("stream_options", "given", "with stream true only")
+        raise InvalidInputError("stream_options", msgspec.to_builtins(options), "with stream true only")
     if request.prompt_logprobs is not None and is_stream:
         raise InvalidInputError("prompt_logprobs", request.prompt_logprobs, "without stream only")
     max_tokens, is_default = _max_tokens(request, default_max_tokens)
@@ -188,13 +190,13 @@ def _plan(
     grammar = requested_grammar(request)
     if tool_use is not None and tool_use.grammar is not None:
         if grammar is not None:
-            raise InvalidInputError(grammar.field, "given", "absent with a tool_choice that forces a call")
+            raise InvalidInputError(grammar.field, grammar.source.text, "absent with a tool_choice that forces a call")
         grammar = tool_use.grammar
     sampling = replace(_sampling(request, logprobs, prompt_logprobs), grammar=grammar.source if grammar else None)
     num_choices, num_candidates = _num_choices(request, limits)
     beams = _beams(request, sampling, num_candidates)
     if beams is not None and grammar is not None:
-        raise InvalidInputError(grammar.field, "given", "absent with use_beam_search")
+        raise InvalidInputError(grammar.field, grammar.source.text, "absent with use_beam_search")
     if beams is not None and request.temperature is None:
         sampling = replace(sampling, temperature=0.0)
     # Out-of-range values are refused before a long prompt is tokenized; max_tokens is judged again with the prompt.

@@ -33,7 +33,7 @@ def requested_grammar(request: GenerationRequest) -> RequestedGrammar | None:
     """The grammar that a request asks for, by whichever field. Raises InvalidInputError, also when two fields ask for one."""
     asked = [grammar for grammar in (_from_response_format(request.response_format), _from_structured(request)) if grammar]
     if len(asked) > 1:
-        raise InvalidInputError(asked[1].field, "given", f"absent beside {asked[0].field}: an output has one grammar")
+        raise InvalidInputError(asked[1].field, asked[1].source.text, f"absent beside {asked[0].field}: one grammar at most")
     return asked[0] if asked else None
 
 
@@ -52,7 +52,7 @@ def json_schema_grammar(field: str, schema: dict[str, Any] | bool | bytes, *, an
     except (msgspec.DecodeError, UnicodeError) as error:
         raise InvalidInputError(field, "a text that is no JSON", f"a JSON schema ({error})") from error
     except RecursionError:
-        raise InvalidInputError(field, "deeper", "JSON that is less deeply nested") from None
+        raise InvalidInputError(field, "JSON nested without end", "JSON that is less deeply nested") from None
     return _checked(field, "json_schema", text)
 
 
@@ -84,7 +84,8 @@ def _from_structured(request: GenerationRequest) -> RequestedGrammar | None:
     if request.guided_grammar is not None:
         wanted.append(("guided_grammar", StructuredOutputs(grammar=request.guided_grammar)))
     if len(wanted) > 1:
-        raise InvalidInputError(wanted[1][0], "given", f"absent beside {wanted[0][0]}: an output has one grammar")
+        name, value = wanted[1]
+        raise InvalidInputError(name, _from_one(name, value).source.text, f"absent beside {wanted[0][0]}: one grammar at most")
     return _from_one(*wanted[0]) if wanted else None
 
 

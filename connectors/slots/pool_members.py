@@ -129,6 +129,8 @@ class PoolMember:
             while not self._is_closing:
                 try:
                     self._answer()
+                except ConnectionError:  # it has had its answer from another member
+                    pass
                 except OSError as error:
                     if not self._is_closing:
                         logger.warning("a process that looked for the pool got no answer: %s", str(error))

@@ -73,7 +73,10 @@ class Corruption:
             with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as opened:  # nodes may make new ones
                 files = {}
                 for kind in KINDS:
-                    files[kind] = opened.enter_context(self._rig.files(kind)[0].open("r+b", buffering=0)).fileno()
+                    path = next(iter(self._rig.files(kind)), None)
+                    if path is None:
+                        raise FileNotFoundError
+                    files[kind] = opened.enter_context(path.open("r+b", buffering=0)).fileno()
                 for _ in range(NUM_FLIPS_PER_OPENING):
                     self._flip(files, rng)
                     self._is_stopping.wait(CORRUPTION_INTERVAL_S)

@@ -141,7 +141,22 @@ class ClusterProcesses:
                 time.sleep(0.02)
             while not at_primary.wait(1, 100):
                 assert time.monotonic() < deadline_s, "the replica does not follow its primary"
+        self._wait_known(deadline_s)
         return replica
+
+    def _wait_known(self, deadline_s: float) -> None:
+        """Until everybody knows everybody, and who is a replica: else a replica asks too few for their votes, or gets none."""
+        everybody = (*self.servers, *self._replicas)
+        for server in everybody:
+            with server.client() as client:
+                while True:
+                    lines = client.execute_command("CLUSTER", "NODES").decode().splitlines()
+                    flags = [line.split()[2] for line in lines]
+                    num_replicas = sum("slave" in one for one in flags)
+                    if len(flags) == len(everybody) and num_replicas == len(self._replicas) and "handshake" not in str(flags):
+                        break
+                    assert time.monotonic() < deadline_s, f"not all know each other: {lines}"
+                    time.sleep(0.02)
 
     @property
     def addresses(self) -> str:

@@ -255,3 +255,19 @@ def test_available_bytes_are_the_least_of_machine_and_groups(tmp_path: Path, fil
 def test_available_bytes_of_this_machine_are_some() -> None:
     found = available_bytes()
     assert found is None or found > 0
+
+
+def test_member_that_nobody_listens_to_any_more_says_nothing_and_answers_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever looks for a pool asks all its members, and needs one answer."""
+    name = f"kvrelay-test-{os.getpid()}"
+    member = PoolMember(name, [0], lambda: True)
+    try:
+        for _ in range(50):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asker:
+                asker.connect(f"\0{name}-0")
+        found = find_pool(name, 1)
+        assert len(found or ()) == 1
+        os.close(*(found or ()))
+    finally:
+        member.close()
+    assert not caplog.records

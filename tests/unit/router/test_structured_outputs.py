@@ -72,6 +72,19 @@ def test_requested_grammar_of_nothing_is_none(fields: dict[str, Any]) -> None:
     assert asked(**fields) is None
 
 
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a+"}}, "structured_outputs.regex"),
+        ({"guided_choice": ["x"], "guided_regex": "a+"}, "guided_choice"),
+    ],
+)
+def test_requested_grammar_of_two_is_refused_with_field_value_and_the_other(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidInputError, match="one grammar at most") as caught:
+        asked(**fields)
+    assert caught.value.field == field and caught.value.value in ("a+", '["x"]')
+
+
 def test_json_schema_grammar_takes_values_as_tools_have_them() -> None:
     assert json.loads(json_schema_grammar("tools", SCHEMA, any_whitespace=False).source.text)["x-guidance"] == NO_WHITESPACE
     with pytest.raises(InvalidInputError, match="tools"):
