@@ -98,7 +98,7 @@ class EngineOptions:
     num_speculative_tokens: int = 0
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
-    speculative_disable_by_batch_size: int = 8
+    speculative_disable_by_batch_size: int = 2
     jump_decoding: bool = True
     kv_load_policy: str = "auto"
     num_threads: int = 0

@@ -144,6 +144,7 @@ def test_structured_outputs_without_jumps_and_with_drafts_are_the_same_tokens(
 ) -> None:
     """One node that samples every token and verifies drafts, against two roles that hand over and jump."""
     engine = {"kv_pool_mib": 400, "num_threads": 1, "jump_decoding": False, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    engine["speculative_disable_by_batch_size"] = 100
     with Cluster(ClusterSpec(model=MODEL, prefill=0, decode=1, dtype="float32", engine=engine)) as stepping:
         others = ask(stepping)
         stepping.wait_until(

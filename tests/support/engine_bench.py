@@ -34,7 +34,10 @@ class EngineBench:
         grammar_compiler: GrammarCompiler | None = None,
         **options: Any,
     ) -> None:
-        self.options = dataclasses.replace(EngineOptions(block_size=4, max_num_seqs=16, max_num_batched_tokens=256), **options)
+        self.options = dataclasses.replace(
+            EngineOptions(block_size=4, max_num_seqs=16, max_num_batched_tokens=256, speculative_disable_by_batch_size=16),
+            **options,
+        )
         block_size = self.options.block_size
         self.clock = VirtualClock()
         self.pool = KVPoolMemory(fake_layout(block_size), num_blocks)

@@ -384,4 +384,6 @@ class SchedulerRig:
 
 def with_options(**values: object) -> EngineOptions:
     """EngineOptions with a small budget."""
-    return dataclasses.replace(EngineOptions(max_num_seqs=1, max_num_batched_tokens=64), **values)  # type: ignore[arg-type]
+    return dataclasses.replace(
+        EngineOptions(max_num_seqs=1, max_num_batched_tokens=64, speculative_disable_by_batch_size=64), **values
+    )  # type: ignore[arg-type]
