@@ -91,6 +91,7 @@ class DraftedRequests:
 
     @staticmethod
     def drop(request: Request) -> None:
+        """Forget guesses that no step has been given."""
         request.num_tokens_with_spec -= len(request.draft_token_ids)
         request.draft_token_ids = []
 

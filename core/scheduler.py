@@ -265,7 +265,7 @@ class Scheduler:
                 if request_id in output.logprobs:  # of drafts behind the end
                     output.logprobs[request_id] = output.logprobs[request_id][: len(sampled)]
                 self._finish(request, finished.reason)
-            elif sampled and self._drafts is not None:
+            elif sampled and self._drafts is not None and request.grammar is None:  # a grammar comes first
                 self._drafts.propose(request, len(self.running))
         if self._constrained:
             num_generated += self._follow_grammars(plan, output)
@@ -382,7 +382,6 @@ class Scheduler:
                 continue
             finished = None
             if request.status is RequestStatus.RUNNING:
-                DraftedRequests.drop(request)
                 finished = self._grammars.advance(request, sampled)
                 if finished is None and self._drafts is not None and not request.num_untold_tokens:
                     self._drafts.propose(request, len(self.running))

@@ -15,9 +15,8 @@ from core.node import NodeServer, run_node_process
 
 def compose(config: Config) -> NodeServer:
     """Load the model and open the store."""
-    create_connector(
-        config.connector.name, config.connector.options, MonotonicClock()
-    )  # a wrong option is told before minutes pass
+    # Made twice: a wrong option is told before the model's minutes pass.
+    create_connector(config.connector.name, config.connector.options, MonotonicClock())
     loaded = load_model(config.model, config.engine)
     connector = create_connector(config.connector.name, config.connector.options, MonotonicClock(), loaded.open_copies)
     return NodeServer(
