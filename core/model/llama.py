@@ -14,20 +14,13 @@ from torch.nn import functional
 
 from core.model.attention import AttentionBackend
 from core.model.description import ModelArchitecture
+from core.model.linear import padded_num_rows
 from core.model.lora import AdapterRows, LayerAdapter
 from core.model.rotary import RotaryEmbedding, rotate
 from core.model.weights import LayerWeights, LlamaWeights
 
-# A matrix product gives a row the same bits among any multiple of 8 rows, in float32, bfloat16 and float16 and with any number
-# of threads, but not alone or among 1, 2, 3, 5, 7 or 9 (measured on x86 with MKL and oneDNN; the tests repeat it).
-ROW_MULTIPLE = 8
 LayerAdapters = Sequence[tuple[AdapterRows, LayerAdapter]]  # the step's adapters, each with its part of one layer
 FEED_FORWARD_ROWS = 128  # rows whose activations are worked on at a time, so that their float32 copies stay in the cache
-
-
-def padded_num_rows(num_rows: int) -> int:
-    """How many rows a batch of num_rows must be padded to, so that no row's bits depend on the batch's size."""
-    return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 class LlamaModel:
@@ -69,7 +62,7 @@ class LlamaModel:
         """[num_rows, vocab] of the weights' dtype, for hidden states [num_rows, hidden] of any number of rows."""
         num_rows = hidden.shape[0]
         padded = functional.pad(hidden, (0, 0, 0, padded_num_rows(num_rows) - num_rows))
-        return functional.linear(padded, self._weights.lm_head)[:num_rows]
+        return self._weights.lm_head(padded)[:num_rows]
 
     def _self_attention(
         self,
@@ -81,7 +74,7 @@ class LlamaModel:
         kv_cache: tuple[Tensor, Tensor],
     ) -> Tensor:
         num_heads, num_kv_heads = self._architecture.num_heads, self._architecture.num_kv_heads
-        qkv = functional.linear(normed, layer.qkv_proj, layer.qkv_bias)
+        qkv = layer.qkv_proj(normed)
         for rows, adapter in adapted:
             rows.add(qkv, normed, adapter.qkv)
         qkv = qkv.view(-1, num_heads + 2 * num_kv_heads, self._architecture.head_dim)
@@ -89,7 +82,7 @@ class LlamaModel:
         query, key = turned[:, :num_heads], turned[:, num_heads:]
         value = qkv[:, num_heads + num_kv_heads :]
         attended = self._attention.attend(query, key, value, *kv_cache, self._scale).flatten(1)
-        output = functional.linear(attended, layer.o_proj, layer.o_bias)
+        output = layer.o_proj(attended)
         for rows, adapter in adapted:
             rows.add(output, attended, adapter.o)
         return output
@@ -101,7 +94,7 @@ class LlamaModel:
 
 def _feed_forward(layer: LayerWeights, adapted: LayerAdapters, normed: Tensor) -> Tensor:
     """SwiGLU (https://arxiv.org/abs/2002.05202): down(silu(gate(x)) * up(x))."""
-    gate_up = functional.linear(normed, layer.gate_up_proj, layer.gate_up_bias)
+    gate_up = layer.gate_up_proj(normed)
     for adapter_rows, adapter in adapted:
         adapter_rows.add(gate_up, normed, adapter.gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -109,7 +102,7 @@ def _feed_forward(layer: LayerWeights, adapted: LayerAdapters, normed: Tensor) -
     for rows in range(0, gate.shape[0], FEED_FORWARD_ROWS):
         part = slice(rows, rows + FEED_FORWARD_ROWS)
         activated[part] = silu(gate[part]).mul_(up[part])
-    output = functional.linear(activated, layer.down_proj, layer.down_bias)
+    output = layer.down_proj(activated)
     for adapter_rows, adapter in adapted:
         adapter_rows.add(output, activated, adapter.down)
     return output

@@ -21,7 +21,7 @@ from core.errors import InvalidInputError
 from core.model.description import ModelArchitecture
 
 # Ranks are padded with zeros to a multiple of this: with 24 outputs and three threads MKL's float32 product of a row depends on
-# the other rows, with multiples of 16 it does not (see llama.ROW_MULTIPLE).
+# the other rows, with multiples of 16 it does not (see linear.ROW_MULTIPLE).
 RANK_MULTIPLE = 16
 
 _TENSOR_NAME = re.compile(
@@ -58,7 +58,7 @@ class AdapterLayers:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """An adapter's rows of a step. rows: int64, on the model's device, padded by repetition to a multiple of llama.ROW_MULTIPLE;
+    """An adapter's rows of a step. rows: int64, on the model's device, padded by repetition to a multiple of linear.ROW_MULTIPLE;
     the first num_rows count.
     """
 

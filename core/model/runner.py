@@ -22,7 +22,8 @@ from core.model.attention import AttentionBackend, AttentionBatch
 from core.model.attention_torch import TorchAttention
 from core.model.description import ModelDescription
 from core.model.device_pool import DevicePool, memory_of
-from core.model.llama import LlamaModel, padded_num_rows
+from core.model.linear import padded_num_rows
+from core.model.llama import LlamaModel
 from core.model.lora import AdapterLayers, AdapterRows
 from core.model.rotary import RotaryEmbedding
 from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, apply_token_masks, token_logprobs

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.model import attention_torch, llama
+from core.model import attention_torch, linear, llama
 
 THREADS = (1, 2, 4)
 SMOLLM2_MATRICES = [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)]
@@ -35,7 +35,7 @@ def test_linear_multiples_of_eight_rows_same_bits(num_inputs: int, num_outputs: 
     weight = (torch.randn(num_outputs, num_inputs) * 0.05).to(dtype)
     rows = torch.randn(64 if num_outputs > 10_000 else 264, num_inputs).to(dtype)
     counts = [8, 32] if num_outputs > 10_000 else [8, 16, 24, 56, 104, 256]
-    assert all(llama.padded_num_rows(count) == count for count in counts)
+    assert all(linear.padded_num_rows(count) == count for count in counts)
     assert_rows_keep_their_bits(lambda part: functional.linear(part, weight), rows, counts)
 
 
