@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "kv_tile.h"
@@ -19,6 +20,7 @@ namespace {
 
 constexpr int64_t SPLIT_TILES = 8;
 constexpr int64_t QUERY_TILE_TOKENS = 32;  // query tokens that share a packed tile
+constexpr int64_t FEW_TOKENS = 4;          // so few have all heads in one piece: the heads of a key lie side by side in memory
 constexpr float LOWEST = std::numeric_limits<float>::lowest();  // the maximum of what has seen nothing
 
 // e**x for x <= 0, to about 2 ulp; 0 below -87. Fewer steps than exp_lanes: nothing overflows.
@@ -160,11 +162,12 @@ void multiply(int64_t num_rows, const T* rows, int64_t depth, const T* panel, fl
     multiply_rest<MAX_TILE_ROWS - 1>(num_rows - row, rows + row * depth, depth, panel, outputs + row * stride, stride);
 }
 
-// Some query tokens of one request and the query heads of one KV head, over tiles first_tile to end_tile. partial: where the
+// Some query tokens of one request and the query heads of some KV heads, over tiles first_tile to end_tile. partial: where the
 // softmax of each split goes, or -1: all of them are this piece's, which writes the output.
 struct Piece {
-    int64_t request, first_row, num_tokens, first_position, kv_head, first_tile, end_tile, partial;
-    int64_t cost() const { return (end_tile - first_tile) * num_tokens; }
+    int64_t request, first_row, num_tokens, first_position, first_head, num_heads, first_tile, end_tile, partial;
+    int64_t cost() const { return (end_tile - first_tile) * num_tokens * num_heads; }
+    int64_t num_splits() const { return (end_tile - 1) / SPLIT_TILES - first_tile / SPLIT_TILES + 1; }
 };
 
 // Memory of a thread, used again by every piece.
@@ -189,23 +192,33 @@ class Scratch {
 inline int64_t whole_vectors(int64_t num_floats) { return (num_floats + LANES - 1) / LANES * LANES; }
 
 template <typename T>
+int64_t max_rows(const AttentionArgs<T>& args) {
+    return std::max(QUERY_TILE_TOKENS * (args.num_heads / args.num_kv_heads), FEW_TOKENS * args.num_heads);
+}
+
+// Computes pieces one after the other. Rows of a piece: KV head by KV head, token by token, query head by query head.
+template <typename T>
 class Worker {
   public:
     Worker(const AttentionArgs<T>& args, Scratch& scratch)
-        : args_(args), head_(args.head_dim), group_(args.num_heads / args.num_kv_heads) {
-        const int64_t rows = QUERY_TILE_TOKENS * group_, columns = head_.columns();
-        const int64_t per_float = HeadSize<T>::PER_UNIT;
-        const int64_t sizes[] = {
-            whole_vectors(rows * head_.padded_dim / per_float + 1), head_.padded_dim * TILE_KEYS / per_float,
-            columns * TILE_KEYS / per_float, rows * TILE_KEYS, rows * TILE_KEYS / per_float, rows * columns, whole_vectors(rows),
-            Softmax::floats(rows, columns), Softmax::floats(rows, columns)};
-        int64_t total = 0;
-        for (const int64_t size : sizes) total += size;
-        float* memory = scratch.take(total);
-        float* parts[9];
-        for (int i = 0; i < 9; ++i) {
-            parts[i] = memory;
-            memory += sizes[i];
+        : args_(args), head_(args.head_dim), group_(args.num_heads / args.num_kv_heads), max_rows_(max_rows(args)) {
+        constexpr int64_t PER_FLOAT = HeadSize<T>::PER_UNIT;
+        const int64_t columns = head_.columns(), softmax = Softmax::floats(max_rows_, columns);
+        const std::vector<int64_t> sizes = {whole_vectors(max_rows_ * head_.padded_dim / PER_FLOAT + 1),
+                                            head_.padded_dim * TILE_KEYS / PER_FLOAT,
+                                            columns * TILE_KEYS / PER_FLOAT,
+                                            max_rows_ * TILE_KEYS,
+                                            max_rows_ * TILE_KEYS / PER_FLOAT,
+                                            max_rows_ * columns,
+                                            whole_vectors(max_rows_),
+                                            whole_vectors(head_.dim),
+                                            softmax,
+                                            softmax};
+        float* memory = scratch.take(std::accumulate(sizes.begin(), sizes.end(), int64_t(0)));
+        std::vector<float*> parts;
+        for (const int64_t size : sizes) {
+            parts.push_back(memory);
+            memory += size;
         }
         query_ = reinterpret_cast<T*>(parts[0]);
         keys_ = reinterpret_cast<T*>(parts[1]);
@@ -214,72 +227,92 @@ class Worker {
         weights_ = reinterpret_cast<T*>(parts[4]);
         products_ = parts[5];
         decays_ = parts[6];
-        split_ = Softmax::at(parts[7], rows, columns);
-        sum_ = Softmax::at(parts[8], rows, columns);
+        std::fill_n(parts[7], sizes[7], 0.0f);
+        zeros_ = reinterpret_cast<T*>(parts[7]);
+        split_ = Softmax::at(parts[8], max_rows_, columns);
+        sum_ = Softmax::at(parts[9], max_rows_, columns);
     }
 
     void compute(const Piece& piece, float* partials, int64_t partial_floats) {
-        const int64_t num_rows = piece.num_tokens * group_;
-        read_queries(piece);
+        const int64_t num_rows = piece.num_heads * piece.num_tokens * group_;
+        for (int64_t row = 0; row < num_rows; ++row) read_query(piece, row);
         if (piece.partial < 0) sum_.clear(num_rows);
         for (int64_t tile = piece.first_tile; tile < piece.end_tile;) {
             const int64_t end = std::min((tile / SPLIT_TILES + 1) * SPLIT_TILES, piece.end_tile);
-            Softmax split = split_;
-            if (piece.partial >= 0) split = Softmax::at(partials + piece.partial * partial_floats, QUERY_TILE_TOKENS * group_, head_.columns());
+            Softmax split = piece.partial < 0 ? split_ : at(partials + piece.partial * partial_floats);
             split.clear(num_rows);
             for (; tile < end; ++tile) add_tile(piece, tile, split);
             if (piece.partial < 0)
                 for (int64_t row = 0; row < num_rows; ++row) merge_row(sum_.from(row), split.from(row));
         }
-        if (piece.partial < 0) write(piece, sum_);
+        if (piece.partial < 0) write(piece);
     }
 
     // Of a piece whose splits were computed by themselves.
-    void merge(const Piece& piece, int64_t num_splits, float* partials, int64_t partial_floats) {
-        const int64_t num_rows = piece.num_tokens * group_;
+    void merge(const Piece& piece, float* partials, int64_t partial_floats) {
+        const int64_t num_rows = piece.num_heads * piece.num_tokens * group_;
         sum_.clear(num_rows);
-        for (int64_t s = 0; s < num_splits; ++s) {
-            const Softmax split = Softmax::at(partials + (piece.partial + s) * partial_floats, QUERY_TILE_TOKENS * group_, head_.columns());
+        for (int64_t s = 0; s < piece.num_splits(); ++s) {
+            const Softmax split = at(partials + (piece.partial + s) * partial_floats);
             for (int64_t row = 0; row < num_rows; ++row) merge_row(sum_.from(row), split.from(row));
         }
-        write(piece, sum_);
+        write(piece);
     }
 
   private:
-    void read_queries(const Piece& piece) {
-        const int64_t width = args_.num_heads * args_.head_dim;
-        for (int64_t row = 0; row < piece.num_tokens * group_; ++row) {
-            const T* source = args_.query + (piece.first_row + row / group_) * width + (piece.kv_head * group_ + row % group_) * head_.dim;
-            T* target = query_ + row * head_.padded_dim;
-            std::memcpy(target, source, head_.dim * sizeof(T));
-            if (head_.padded_dim > head_.dim) std::memset(target + head_.dim, 0, sizeof(T));
-        }
+    Softmax at(float* memory) const { return Softmax::at(memory, max_rows_, head_.columns()); }
+
+    // Where a row lies in query and output.
+    int64_t place(const Piece& piece, int64_t row) const {
+        const int64_t rows_per_head = piece.num_tokens * group_, i = row % rows_per_head;
+        const int64_t head = (piece.first_head + row / rows_per_head) * group_ + i % group_;
+        return ((piece.first_row + i / group_) * args_.num_heads + head) * head_.dim;
     }
 
-    void write(const Piece& piece, const Softmax& sum) {
-        const int64_t width = args_.num_heads * args_.head_dim;
-        for (int64_t row = 0; row < piece.num_tokens * group_; ++row) {
-            T* target = args_.output + (piece.first_row + row / group_) * width + (piece.kv_head * group_ + row % group_) * head_.dim;
-            write_row(sum.from(row), target, head_.dim);
-        }
+    void read_query(const Piece& piece, int64_t row) {
+        T* target = query_ + row * head_.padded_dim;
+        std::memcpy(target, args_.query + place(piece, row), head_.dim * sizeof(T));
+        if (head_.padded_dim > head_.dim) std::memset(target + head_.dim, 0, sizeof(T));
     }
 
-    void add_tile(const Piece& piece, int64_t tile, Softmax& split) {
+    void write(const Piece& piece) {
+        for (int64_t row = 0; row < piece.num_heads * piece.num_tokens * group_; ++row)
+            write_row(sum_.from(row), args_.output + place(piece, row), head_.dim);
+    }
+
+    void add_tile(const Piece& piece, int64_t tile, const Softmax& split) {
         const int64_t start = tile * TILE_KEYS;
-        pack(piece, start);
-        const int64_t num_rows = piece.num_tokens * group_;
+        find_keys(piece, start, key_tokens_, value_tokens_);
+        for (int64_t h = 0; h < piece.num_heads; ++h) {
+            const int64_t offset = (piece.first_head + h) * head_.dim;
+            const T *keys[TILE_KEYS], *values[TILE_KEYS];
+            for (int i = 0; i < TILE_KEYS; ++i) {
+                keys[i] = key_tokens_[i] == nullptr ? zeros_ : key_tokens_[i] + offset;
+                values[i] = value_tokens_[i] == nullptr ? zeros_ : value_tokens_[i] + offset;
+            }
+            fetch_ahead(piece, tile + 1, h);
+            pack_keys(keys, head_, keys_);
+            pack_values(values, head_, values_);
+            const int64_t rows = piece.num_tokens * group_;
+            add_head(piece, start, rows, query_ + h * rows * head_.padded_dim, split.from(h * rows));
+        }
+    }
+
+    // One KV head's rows over the packed tile.
+    void add_head(const Piece& piece, int64_t start, int64_t num_rows, const T* query, const Softmax& split) {
         for (int p = 0; p < KEY_PANELS; ++p)
-            multiply(num_rows, query_, head_.padded_dim, keys_ + p * head_.padded_dim * PANEL, scores_ + p * PANEL, TILE_KEYS);
-        int64_t first_seen = num_rows, end_seen = 0;  // a chunk of rows, since what a row sees moves with its position
-        for (int64_t row = 0; row < num_rows; ++row) {
-            const int64_t position = piece.first_position + row / group_;
+            multiply(num_rows, query, head_.padded_dim, keys_ + p * head_.padded_dim * PANEL, scores_ + p * PANEL, TILE_KEYS);
+        int64_t first_seen = num_rows, end_seen = 0;  // rows that see the tile follow one another, since positions ascend
+        for (int64_t token = 0; token < piece.num_tokens; ++token) {
+            const int64_t position = piece.first_position + token;
             const int64_t begin = args_.sliding_window ? std::max<int64_t>(position - args_.sliding_window + 1 - start, 0) : 0;
             const int64_t end = std::min<int64_t>(position + 1 - start, TILE_KEYS);
             if (begin >= end) continue;
-            first_seen = std::min(first_seen, row);
-            end_seen = row + 1;
-            decays_[row] = weigh<T>(scores_ + row * TILE_KEYS, int(begin), int(end), args_.scale, args_.soft_cap, split.highest[row],
-                                    split.total[row], weights_ + row * TILE_KEYS);
+            first_seen = std::min(first_seen, token * group_);
+            end_seen = (token + 1) * group_;
+            for (int64_t row = token * group_; row < end_seen; ++row)
+                decays_[row] = weigh<T>(scores_ + row * TILE_KEYS, int(begin), int(end), args_.scale, args_.soft_cap,
+                                        split.highest[row], split.total[row], weights_ + row * TILE_KEYS);
         }
         for (int64_t p = 0; p < head_.panels; ++p)
             multiply(end_seen - first_seen, weights_ + first_seen * TILE_KEYS, TILE_KEYS, values_ + p * TILE_KEYS * PANEL,
@@ -288,33 +321,52 @@ class Worker {
             add_scaled(split.weighted + row * split.columns, decays_[row], products_ + row * split.columns, 1.0f, split.columns);
     }
 
-    void pack(const Piece& piece, int64_t start) {
-        const T *keys[TILE_KEYS], *values[TILE_KEYS];
+    // Where the tokens of a tile lie; nullptr beyond the sequence's end.
+    void find_keys(const Piece& piece, int64_t start, const T** keys, const T** values) const {
         const int64_t* table = args_.block_tables + piece.request * args_.table_stride;
         const int64_t num_keys = std::min<int64_t>(args_.seq_lens[piece.request] - start, TILE_KEYS);
+        int64_t block = start / args_.block_size, offset = start % args_.block_size;
         for (int64_t i = 0; i < TILE_KEYS; ++i) {
-            keys[i] = values[i] = nullptr;
-            if (i >= num_keys) continue;
-            const int64_t block = (start + i) / args_.block_size, offset = (start + i) % args_.block_size;
-            const int64_t at = table[block] * args_.block_stride + offset * args_.token_stride + piece.kv_head * head_.dim;
-            keys[i] = args_.key_cache + at;
-            values[i] = args_.value_cache + at;
+            const int64_t at = i < num_keys ? table[block] * args_.block_stride + offset * args_.token_stride : -1;
+            keys[i] = at < 0 ? nullptr : args_.key_cache + at;
+            values[i] = at < 0 ? nullptr : args_.value_cache + at;
+            if (++offset == args_.block_size) {
+                offset = 0;
+                ++block;
+            }
         }
-        pack_keys(keys, head_, keys_);
-        pack_values(values, head_, values_);
+    }
+
+    // Bring a part of a later tile, one for each head of this one, into the cache: decoding is bound by reading KV.
+    void fetch_ahead(const Piece& piece, int64_t tile, int64_t part) const {
+        constexpr int64_t LINE = 64 / sizeof(T);
+        if (tile >= piece.end_tile) return;
+        const int64_t* table = args_.block_tables + piece.request * args_.table_stride;
+        const int64_t per_part = (TILE_KEYS + piece.num_heads - 1) / piece.num_heads;
+        const int64_t end = std::min({tile * TILE_KEYS + (part + 1) * per_part, (tile + 1) * TILE_KEYS, args_.seq_lens[piece.request]});
+        for (int64_t i = tile * TILE_KEYS + part * per_part; i < end; ++i) {
+            const int64_t at = table[i / args_.block_size] * args_.block_stride + i % args_.block_size * args_.token_stride +
+                               piece.first_head * head_.dim;
+            for (int64_t element = 0; element < piece.num_heads * head_.dim; element += LINE) {
+                __builtin_prefetch(args_.key_cache + at + element, 0, 2);
+                __builtin_prefetch(args_.value_cache + at + element, 0, 2);
+            }
+        }
     }
 
     const AttentionArgs<T>& args_;
     HeadSize<T> head_;
-    int64_t group_;
-    T *query_, *keys_, *values_, *weights_;  // rows; packed tile; rows of one tile's weights
+    int64_t group_, max_rows_;
+    T *query_, *keys_, *values_, *weights_, *zeros_;  // rows; the packed tile; one tile's weights; a head of zeros
     float *scores_, *products_, *decays_;
+    const T *key_tokens_[TILE_KEYS], *value_tokens_[TILE_KEYS];
     Softmax split_, sum_;
 };
 
 template <typename T>
-std::vector<Piece> cut_into_pieces(const AttentionArgs<T>& args) {
+std::vector<Piece> cut_into_pieces(const AttentionArgs<T>& args, int64_t num_threads) {
     std::vector<Piece> pieces;
+    const bool is_by_head = args.num_requests < 2 * num_threads;  // else there is enough to do for everybody
     for (int64_t request = 0; request < args.num_requests; ++request) {
         const int64_t start = args.query_start[request], end = args.query_start[request + 1];
         for (int64_t row = start; row < end; row += QUERY_TILE_TOKENS) {
@@ -322,8 +374,9 @@ std::vector<Piece> cut_into_pieces(const AttentionArgs<T>& args) {
             const int64_t position = args.seq_lens[request] - (end - row);
             const int64_t first_seen = args.sliding_window ? std::max<int64_t>(position - args.sliding_window + 1, 0) : 0;
             const int64_t end_tile = (position + num_tokens - 1) / TILE_KEYS + 1;
-            for (int64_t head = 0; head < args.num_kv_heads; ++head)
-                pieces.push_back({request, row, num_tokens, position, head, first_seen / TILE_KEYS, end_tile, -1});
+            const int64_t heads = is_by_head || num_tokens > FEW_TOKENS ? 1 : args.num_kv_heads;
+            for (int64_t head = 0; head < args.num_kv_heads; head += heads)
+                pieces.push_back({request, row, num_tokens, position, head, heads, first_seen / TILE_KEYS, end_tile, -1});
         }
     }
     return pieces;
@@ -335,15 +388,13 @@ struct Work {
     int64_t num_partials = 0;
 };
 
-int64_t num_splits(const Piece& piece) { return (piece.end_tile - 1) / SPLIT_TILES - piece.first_tile / SPLIT_TILES + 1; }
-
 // What is more than a thread's fair part is cut at the splits, so that nobody waits long for the last one.
 Work share(std::vector<Piece> pieces, int64_t num_threads) {
     Work work;
     int64_t total = 0;
     for (const Piece& piece : pieces) total += piece.cost();
     for (Piece& piece : pieces) {
-        if (num_threads == 1 || num_splits(piece) == 1 || piece.cost() * num_threads * 4 <= total) {
+        if (num_threads == 1 || piece.num_splits() == 1 || piece.cost() * num_threads * 4 <= total) {
             work.pieces.push_back(piece);
             continue;
         }
@@ -367,10 +418,9 @@ template <typename T>
 void paged_attention(const AttentionArgs<T>& args) {
     const int64_t width = args.num_heads * args.head_dim, num_tokens = args.query_start[args.num_requests];
     std::memset(static_cast<void*>(args.output + num_tokens * width), 0, (args.num_rows - num_tokens) * width * sizeof(T));
-    const Work work = share(cut_into_pieces(args), omp_get_max_threads());
+    const Work work = share(cut_into_pieces(args, omp_get_max_threads()), omp_get_max_threads());
     const int64_t num_pieces = int64_t(work.pieces.size()), num_merges = int64_t(work.merges.size());
-    const int64_t partial_floats =
-        Softmax::floats(QUERY_TILE_TOKENS * (args.num_heads / args.num_kv_heads), HeadSize<T>(args.head_dim).columns());
+    const int64_t partial_floats = Softmax::floats(max_rows(args), HeadSize<T>(args.head_dim).columns());
     static thread_local Scratch caller_scratch;  // memory only: nothing in it outlives a call
     float* partials = caller_scratch.take(work.num_partials * partial_floats);
 #pragma omp parallel
@@ -380,8 +430,7 @@ void paged_attention(const AttentionArgs<T>& args) {
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_pieces; ++i) worker.compute(work.pieces[i], partials, partial_floats);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_merges; ++i)
-            worker.merge(work.merges[i], num_splits(work.merges[i]), partials, partial_floats);
+        for (int64_t i = 0; i < num_merges; ++i) worker.merge(work.merges[i], partials, partial_floats);
     }
 }
 

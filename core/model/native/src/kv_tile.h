@@ -49,31 +49,40 @@ inline void transpose_16x16(vuint rows[LANES]) {
 }
 #endif
 
-// keys: TILE_KEYS addresses, nullptr for none (zeros). panels: [KEY_PANELS][units][PANEL] units.
+// Some rows of up to 16 units each, turned into a panel of the given stride (in elements).
+template <typename T>
+inline void put_turned(vuint rows[LANES], int64_t num_units, T* panel) {
+#if defined(__AVX512F__)
+    transpose_16x16(rows);
+#pragma GCC unroll 16
+    for (int64_t u = 0; u < LANES; ++u)
+        if (u < num_units) std::memcpy(panel + u * PANEL * HeadSize<T>::PER_UNIT, &rows[u], sizeof(vuint));
+#else
+    for (int64_t u = 0; u < num_units; ++u)
+        for (int i = 0; i < LANES; ++i) {
+            const uint32_t value = rows[i][u];
+            std::memcpy(panel + (u * PANEL + i) * HeadSize<T>::PER_UNIT, &value, sizeof value);
+        }
+#endif
+}
+
+// keys: TILE_KEYS addresses of head.dim elements. panels: [KEY_PANELS][units][PANEL] units.
 template <typename T>
 inline void pack_keys(const T* const* keys, const HeadSize<T>& head, T* panels) {
+    constexpr int64_t WHOLE = LANES * HeadSize<T>::PER_UNIT;
     for (int key = 0; key < TILE_KEYS; key += LANES) {
         T* panel = panels + (key / PANEL) * head.padded_dim * PANEL + (key % PANEL) * HeadSize<T>::PER_UNIT;
-        for (int64_t unit = 0; unit < head.units; unit += LANES) {
-            const int64_t first = unit * HeadSize<T>::PER_UNIT;
-            const int64_t left = head.dim - first, whole = LANES * HeadSize<T>::PER_UNIT, count = left < whole ? left : whole;
+        int64_t first = 0;
+        for (; first + WHOLE <= head.dim; first += WHOLE, panel += WHOLE * PANEL) {
+            vuint rows[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; ++i) std::memcpy(&rows[i], keys[key + i] + first, sizeof(vuint));
+            put_turned(rows, LANES, panel);
+        }
+        if (first < head.dim) {
             vuint rows[LANES] = {};
-            for (int i = 0; i < LANES; ++i) {
-                if (keys[key + i] == nullptr) continue;
-                if (count == whole) std::memcpy(&rows[i], keys[key + i] + first, sizeof(vuint));
-                else std::memcpy(&rows[i], keys[key + i] + first, count * sizeof(T));
-            }
-            const int64_t num_units = head.units - unit < LANES ? head.units - unit : LANES;
-#if defined(__AVX512F__)
-            transpose_16x16(rows);
-            for (int64_t u = 0; u < num_units; ++u) std::memcpy(panel + (unit + u) * PANEL * HeadSize<T>::PER_UNIT, &rows[u], sizeof(vuint));
-#else
-            for (int64_t u = 0; u < num_units; ++u)
-                for (int i = 0; i < LANES; ++i) {
-                    const uint32_t value = rows[i][u];
-                    std::memcpy(panel + ((unit + u) * PANEL + i) * HeadSize<T>::PER_UNIT, &value, sizeof value);
-                }
-#endif
+            for (int i = 0; i < LANES; ++i) std::memcpy(&rows[i], keys[key + i] + first, (head.dim - first) * sizeof(T));
+            put_turned(rows, head.units - first / HeadSize<T>::PER_UNIT, panel);
         }
     }
 }
@@ -81,39 +90,46 @@ inline void pack_keys(const T* const* keys, const HeadSize<T>& head, T* panels) 
 inline void put_values(const float* const* values, int64_t column, int64_t count, float* panel) {
     for (int key = 0; key < TILE_KEYS; ++key) {
         float* target = panel + key * PANEL;
-        if (values[key] == nullptr) std::memset(target, 0, PANEL * sizeof(float));
-        else if (count == PANEL) std::memcpy(target, values[key] + column, PANEL * sizeof(float));
-        else {
+        if (count == PANEL) {
+            std::memcpy(target, values[key] + column, PANEL * sizeof(float));
+        } else {
             std::memset(target, 0, PANEL * sizeof(float));
             std::memcpy(target, values[key] + column, count * sizeof(float));
         }
     }
 }
 
+typedef uint16_t vrow __attribute__((vector_size(PANEL * 2)));
+
 // Two positions side by side, which is the operand order of the pairwise dot product.
-inline void put_values(const bf16* const* values, int64_t column, int64_t count, bf16* panel) {
-    typedef uint16_t vrow __attribute__((vector_size(PANEL * 2)));
-    for (int key = 0; key < TILE_KEYS; key += 2) {
-        vrow rows[2] = {};
-        for (int i = 0; i < 2; ++i) {
-            if (values[key + i] == nullptr) continue;
-            if (count == PANEL) std::memcpy(&rows[i], values[key + i] + column, sizeof(vrow));
-            else std::memcpy(&rows[i], values[key + i] + column, count * sizeof(bf16));
-        }
-        bf16* target = panel + key * PANEL;
+inline void put_pair(vrow first, vrow second, bf16* target) {
 #if defined(__AVX512BW__)
-        const vrow low = __builtin_shufflevector(rows[0], rows[1], 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9,
-                                                 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47);
-        const vrow high = __builtin_shufflevector(rows[0], rows[1], 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24,
-                                                  56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
-        std::memcpy(target, &low, sizeof low);
-        std::memcpy(target + PANEL, &high, sizeof high);
+    const vrow low = __builtin_shufflevector(first, second, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10,
+                                             42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47);
+    const vrow high = __builtin_shufflevector(first, second, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56,
+                                              25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
+    std::memcpy(target, &low, sizeof low);
+    std::memcpy(target + PANEL, &high, sizeof high);
 #else
-        for (int c = 0; c < PANEL; ++c) {
-            target[2 * c].bits = rows[0][c];
-            target[2 * c + 1].bits = rows[1][c];
-        }
+    for (int c = 0; c < PANEL; ++c) {
+        target[2 * c].bits = first[c];
+        target[2 * c + 1].bits = second[c];
+    }
 #endif
+}
+
+inline void put_values(const bf16* const* values, int64_t column, int64_t count, bf16* panel) {
+    for (int key = 0; key < TILE_KEYS; key += 2) {
+        vrow first, second;
+        if (count == PANEL) {
+            std::memcpy(&first, values[key] + column, sizeof first);
+            std::memcpy(&second, values[key + 1] + column, sizeof second);
+        } else {
+            first = second = vrow{};
+            std::memcpy(&first, values[key] + column, count * sizeof(bf16));
+            std::memcpy(&second, values[key + 1] + column, count * sizeof(bf16));
+        }
+        put_pair(first, second, panel + key * PANEL);
     }
 }
 
