@@ -2,9 +2,11 @@
 #include <pybind11/pybind11.h>
 
 namespace kvrelay {
+void bind_attention(pybind11::module_& module);
 void bind_layers(pybind11::module_& module);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+    kvrelay::bind_attention(module);
     kvrelay::bind_layers(module);
 }
