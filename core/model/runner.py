@@ -20,12 +20,16 @@ from core.errors import ConfigError
 from core.kv.pool_memory import KVPoolMemory
 from core.model.adapter_store import TorchAdapterStore
 from core.model.attention import AttentionBackend, AttentionBatch
+from core.model.attention_native import NativeAttention
 from core.model.attention_torch import TorchAttention
 from core.model.description import ModelDescription
 from core.model.device_pool import DevicePool, memory_of
-from core.model.linear import padded_num_rows
+from core.model.kernels import choose_native
+from core.model.linear import make_torch_linear, padded_num_rows
 from core.model.llama import LlamaModel
 from core.model.lora import AdapterLayers, AdapterRows
+from core.model.native_linear import native_linear_maker
+from core.model.native_llama import NativeLlamaModel, is_native
 from core.model.rotary import RotaryEmbedding
 from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, apply_token_masks, token_logprobs
 from core.model.shared_tiles import CascadeRule
@@ -114,7 +118,7 @@ class TorchModelRunner:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: LlamaModel | NativeLlamaModel,
         attention: AttentionBackend,
         sampler: Sampler,
         pool: KVPoolMemory | DevicePool,
@@ -141,9 +145,11 @@ class TorchModelRunner:
         num_threads: int = 0,
         cascade: CascadeRule | None = None,
         max_lora_rank: int = 64,
+        cpu_kernels: str = "auto",
     ) -> TorchModelRunner:
         """Load the weights of `model_dir` for a pool of description.kv_layout, to its device. num_threads 0: what torch chooses.
-        cascade: when requests that share blocks read them together; None: where that was measured to pay.
+        cascade: when requests that share blocks read them together (plain torch only); None: where that was measured to pay.
+        cpu_kernels: see EngineOptions.
 
         The number of threads is the process's (torch has one setting). Raises ModelLoadError, or ConfigError if the pool
         has another layout.
@@ -152,12 +158,26 @@ class TorchModelRunner:
             raise ConfigError("pool.layout", pool.layout, str(description.kv_layout))
         if num_threads:
             torch.set_num_threads(num_threads)
-        architecture, device = description.architecture, memory_of(pool).device
-        weights = load_llama_weights(model_dir, architecture, TORCH_DTYPES[pool.layout.dtype], device)
+        architecture, device, dtype = description.architecture, memory_of(pool).device, TORCH_DTYPES[pool.layout.dtype]
+        native = choose_native(cpu_kernels, device, dtype)
+        make_linear = make_torch_linear if native is None else native_linear_maker(native)
+        weights = load_llama_weights(model_dir, architecture, dtype, device, make_linear)
         rotary = RotaryEmbedding(architecture, description.max_model_len, device)
-        attention = TorchAttention(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads, device, cascade)
-        model = LlamaModel(architecture, weights, rotary, attention)
-        adapters = TorchAdapterStore(architecture, TORCH_DTYPES[pool.layout.dtype], device, max_lora_rank)
+        model: LlamaModel | NativeLlamaModel
+        attention: AttentionBackend
+        if native is None or architecture.head_dim % 2:
+            block_size, heads, kv_heads = pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads
+            attention = TorchAttention(block_size, heads, kv_heads, device, cascade)
+            model = LlamaModel(architecture, weights, rotary, attention)
+        else:
+            attention = NativeAttention(native, pool.layout.block_size)
+            is_whole = is_native(architecture, weights)
+            model = (
+                NativeLlamaModel(native, architecture, weights, rotary, attention)
+                if is_whole
+                else LlamaModel(architecture, weights, rotary, attention)
+            )
+        adapters = TorchAdapterStore(architecture, dtype, device, max_lora_rank)
         return cls(model, attention, Sampler(description.eos_token_ids), pool, adapters)
 
     def execute(self, plan: StepPlan) -> StepResult:
