@@ -22,6 +22,7 @@ import msgspec
 import yaml
 
 from core.addresses import host_of, is_loopback
+from core.cores import parse_cores
 from core.errors import ConfigError
 
 MIB = 1024 * 1024
@@ -256,11 +257,16 @@ class RouterOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """One node's process. router: HOST:PORT of the router's control address. metrics_port -1: no metrics server, 0: any port."""
+    """One node's process. router: HOST:PORT of the router's control address. metrics_port -1: no metrics server, 0: any port.
+
+    cpus: the cores that are this node's own, such as 0-3,8: it runs on no others, with as many threads unless engine.num_threads
+    says otherwise; "": any. Nodes of one host that are given different ones do not take each other's time.
+    """
 
     router: str = "127.0.0.1:8001"
     node_id: str = ""
     metrics_port: int = 0
+    cpus: str = ""
 
     def __post_init__(self) -> None:
         host, _, port = self.router.rpartition(":")
@@ -268,6 +274,10 @@ class NodeOptions:
         _check(is_address, "node.router", self.router, "HOST:PORT, with a port from 1 to 65535")
         is_name = len(self.node_id) <= 128 and all("!" <= char <= "~" for char in self.node_id)
         _check(is_name, "node.node_id", self.node_id, "at most 128 printable ASCII characters without spaces")
+        try:
+            parse_cores(self.cpus)
+        except ValueError as error:
+            raise ConfigError("node.cpus", self.cpus, f"cores and ranges of them, such as 0-3,8 ({error})") from error
         _check(-1 <= self.metrics_port <= 65535, "node.metrics_port", self.metrics_port, "-1 to 65535")
 
 
@@ -329,6 +339,7 @@ SHORT_FLAGS = {
     "--router": "node.router",
     "--node-id": "node.node_id",
     "--metrics-port": "node.metrics_port",
+    "--cpus": "node.cpus",
     "--prefill": "cluster.prefill",
     "--decode": "cluster.decode",
     "--block-size": "engine.block_size",

@@ -12,6 +12,7 @@ VALUES = (  # the first row: values, configuration, rendering
     "core.addresses",
     "core.clock",
     "core.config",
+    "core.cores",
     "core.metrics",
     "core.stats",
     "core.sampling_params",
