@@ -1,0 +1,91 @@
+"""Every family against transformers: logits and greedy tokens, prefill in chunks and decode; and bits alone and in a batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.config import ModelOptions
+from core.model.description import describe_model
+from tests.unit.core.model.family_models import FAMILIES, save_model
+from tests.unit.core.model.support import Driver, random_prompt
+from tests.unit.core.model.test_batch_invariance import WITH_LOGPROBS, _same_bits
+from tests.unit.core.model.test_runner import ASKING, assert_logprobs_match, reference_greedy
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_runner_family_in_chunks_and_decoding_equals_transformers(tmp_path: Path, family: str) -> None:
+    model = save_model(tmp_path, *FAMILIES[family])
+    prompt = random_prompt(110, seed=3, vocab_size=128)
+    expected, expected_logprobs = reference_greedy(model, prompt, 6)
+    driver = Driver(tmp_path, num_blocks=32)
+    request = driver.run_alone(driver.add("a", prompt, ASKING), 6, chunk=45)
+    assert request.output == expected
+    assert_logprobs_match(request.logprobs, expected_logprobs[len(prompt) - 1 :], expected)
+    assert_logprobs_match(request.prompt_logprobs, expected_logprobs[: len(prompt) - 1], prompt[1:])
+    assert len(set(request.output)) > 1  # a model that says one thing whatever it reads would prove little
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(24, 300), (24, 1000), (200, 77), (256, 512), (300, 1)])
+def test_runner_windows_over_many_tiles_of_kv_equal_transformers(tmp_path: Path, window: int, chunk: int) -> None:
+    """A tile is 256 positions: windows begin in later ones than the first, rows of a pass in different ones."""
+    model = save_model(tmp_path, "MistralForCausalLM", {"sliding_window": window})
+    prompt = random_prompt(260 if chunk == 1 else 700, seed=5, vocab_size=128)
+    expected, expected_logprobs = reference_greedy(model, prompt, 4)
+    driver = Driver(tmp_path, num_blocks=48)
+    request = driver.run_alone(driver.add("a", prompt, ASKING), 4, chunk)
+    assert request.output == expected
+    assert_logprobs_match(request.prompt_logprobs, expected_logprobs[: len(prompt) - 1], prompt[1:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen2_moe", "mixtral"])
+def test_runner_family_in_any_batch_same_bits_as_alone(tmp_path: Path, family: str, dtype: str) -> None:
+    save_model(tmp_path, *FAMILIES[family])
+    driver = Driver(tmp_path, dtype, num_blocks=160)
+    prompts = [random_prompt(count, seed=count, vocab_size=128) for count in (41, 5, 560)]
+    alone = [driver.run_alone(driver.add(f"alone{i}", prompt, WITH_LOGPROBS), 5, chunk=1000) for i, prompt in enumerate(prompts)]
+    together = [driver.add(f"together{i}", prompt, WITH_LOGPROBS) for i, prompt in enumerate(prompts)]
+    chunks = (70, 23, 7)
+    while running := [request for request in together if len(request.output) < 5]:
+        driver.step([(r, min(chunks[len(running) - 1], len(r.token_ids) - r.num_computed_tokens)) for r in running])
+    for found, expected in zip(together, alone, strict=True):
+        assert found.output == expected.output
+        assert found.logprobs == expected.logprobs
+        assert found.prompt_logprobs == expected.prompt_logprobs
+        assert _same_bits(driver.kv(found), driver.kv(expected))
+
+
+def test_describe_model_longrope_follows_max_model_len_and_so_do_hashes(tmp_path: Path) -> None:
+    save_model(tmp_path, *FAMILIES["phi3_longrope"])
+    short = describe_model(tmp_path, ModelOptions(dtype="float32", max_model_len=64), 16)
+    long = describe_model(tmp_path, ModelOptions(dtype="float32", max_model_len=65), 16)
+    whole = describe_model(tmp_path, ModelOptions(dtype="float32"), 16)
+    assert short.architecture.rope_scaling.factors == (1.0, 1.1, 1.2, 1.5)
+    assert long.architecture.rope_scaling.factors == (1.0, 1.7, 2.5, 5.0)
+    assert long.model_fingerprint == whole.model_fingerprint != short.model_fingerprint
+
+
+@pytest.mark.parametrize(("family", "is_plain"), [("qwen2", True), ("mistral", False), ("gemma3", False), ("mixtral", False)])
+def test_architecture_is_plain_llama_only_without_extras(tmp_path: Path, family: str, is_plain: bool) -> None:
+    save_model(tmp_path, *FAMILIES[family])
+    assert describe_model(tmp_path, ModelOptions(dtype="float32"), 16).architecture.is_plain_llama == is_plain
+
+
+def test_window_that_no_sequence_outgrows_is_none(tmp_path: Path) -> None:
+    save_model(tmp_path, "MistralForCausalLM", {"sliding_window": 1024})
+    assert describe_model(tmp_path, ModelOptions(dtype="float32"), 16).architecture.is_plain_llama
+
+
+def test_mixture_padding_rows_go_through_no_expert(tmp_path: Path) -> None:
+    """One token is alone among seven rows of padding: only its experts are multiplied."""
+    save_model(tmp_path, *FAMILIES["mixtral"])
+    driver = Driver(tmp_path, num_blocks=8)
+    request = driver.run_alone(driver.add("a", random_prompt(20, seed=1, vocab_size=128)), 1, chunk=100)
+    with torch.profiler.profile() as profile:
+        driver.step([(request, 1)])
+    num_products = sum(event.count for event in profile.key_averages() if event.key == "aten::linear")
+    # Two layers: queries, keys and values; output; router; two experts with two products each; and the head.
+    assert num_products == 2 * (3 + 2 * 2) + 1
