@@ -34,10 +34,16 @@ def read_from_transformers(config: Config, model_dir: Path) -> ModelArchitecture
         )
     try:
         loaded = transformers.AutoConfig.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"transformers cannot read the config of {name}: {error}") from error
+        return _read_shape(name, getattr(transformers, name), loaded, _digest(config))
+    # RuntimeError: sizes that differ from layer to layer.
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, RuntimeError) as error:
+        raise ModelLoadError(f"{name} is not supported: its config gives no shape that all layers have ({error})") from error
+
+
+def _read_shape(name: str, model_class: Any, loaded: Any, digest: str) -> ModelArchitecture:
+    """loaded: transformers' config. Fields that only our own decoder reads keep values without meaning."""
     text = loaded.get_text_config()
-    _check_shape(name, getattr(transformers, name), loaded, text)
+    _check_shape(name, model_class, loaded, text)
     num_heads = text.num_attention_heads
     return ModelArchitecture(
         hidden_size=text.hidden_size,
@@ -57,7 +63,7 @@ def read_from_transformers(config: Config, model_dir: Path) -> ModelArchitecture
         family=TRANSFORMERS_FAMILY,
         layers=_layers(text),
         class_name=name,
-        config_digest=_digest(config),
+        config_digest=digest,
     )
 
 

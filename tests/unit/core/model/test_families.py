@@ -9,6 +9,7 @@ import torch
 
 from core.config import ModelOptions
 from core.model.description import describe_model
+from tests.support.lora_folders import save_adapter, save_merged
 from tests.unit.core.model.family_models import FAMILIES, save_model
 from tests.unit.core.model.support import Driver, random_prompt
 from tests.unit.core.model.test_batch_invariance import WITH_LOGPROBS, _same_bits
@@ -89,3 +90,19 @@ def test_mixture_padding_rows_go_through_no_expert(tmp_path: Path) -> None:
     num_products = sum(event.count for event in profile.key_averages() if event.key == "aten::linear")
     # Two layers: queries, keys and values; output; router; two experts with two products each; and the head.
     assert num_products == 2 * (3 + 2 * 2) + 1
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+def test_adapter_of_a_dense_family_equals_weights_with_it_merged_in(tmp_path: Path, family: str) -> None:
+    base = tmp_path / "base"
+    save_model(base, *FAMILIES[family])
+    folder = save_adapter(tmp_path / "adapter", base)
+    merged, adapted = Driver(save_merged(tmp_path / "merged", base, folder)), Driver(base)
+    adapter = adapted.load_adapter(folder)
+    prompt = random_prompt(60, seed=1, vocab_size=128)
+    expected = merged.run_alone(merged.add("a", prompt, WITH_LOGPROBS), 5, chunk=100)
+    found = adapted.run_alone(adapted.add("a", prompt, WITH_LOGPROBS, adapter), 5, chunk=100)
+    unadapted = adapted.run_alone(adapted.add("b", prompt, WITH_LOGPROBS), 5, chunk=100)
+    assert found.output == expected.output
+    assert found.logprobs != unadapted.logprobs
+    torch.testing.assert_close(adapted.kv(found), merged.kv(expected), atol=1e-3, rtol=1e-3)

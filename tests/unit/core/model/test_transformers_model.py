@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,14 @@ from torch import nn
 from core.config import ModelOptions
 from core.errors import ModelLoadError
 from core.model.description import describe_model
-from tests.unit.core.model.family_models import FROM_TRANSFORMERS, save_model
+from tests.unit.core.model.family_models import FAMILIES, FROM_TRANSFORMERS, save_model
 from tests.unit.core.model.support import Driver, random_prompt
 from tests.unit.core.model.test_batch_invariance import WITH_LOGPROBS, _same_bits
 from tests.unit.core.model.test_runner import ASKING, assert_logprobs_match, reference_greedy
 
 
 @pytest.mark.parametrize("family", FROM_TRANSFORMERS)
-def test_runner_class_of_transformers_in_chunks_and_decoding_equals_it(
-    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_runner_class_of_transformers_in_chunks_and_decoding_equals_it(tmp_path: Path, family: str) -> None:
     model = save_model(tmp_path, *FROM_TRANSFORMERS[family])
     prompt = random_prompt(110, seed=3, vocab_size=128)
     expected, expected_logprobs = reference_greedy(model, prompt, 6)
@@ -34,13 +33,13 @@ def test_runner_class_of_transformers_in_chunks_and_decoding_equals_it(
     assert_logprobs_match(request.prompt_logprobs, expected_logprobs[: len(prompt) - 1], prompt[1:])
 
 
-@pytest.mark.parametrize("family", ["gpt2", "olmo2"])
+@pytest.mark.parametrize(("family", "dtype"), [("gpt2", "float32"), ("olmo2", "float32"), ("olmo2", "bfloat16")])
 def test_runner_class_of_transformers_in_a_batch_same_bits_as_alone(
-    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, family: str, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_model(tmp_path, *FROM_TRANSFORMERS[family])
     with caplog.at_level(logging.WARNING):
-        driver = Driver(tmp_path, num_blocks=64)
+        driver = Driver(tmp_path, dtype, num_blocks=64)
     assert "batch-invariant" not in caplog.text
     prompts = [random_prompt(count, seed=count, vocab_size=128) for count in (41, 5, 90)]
     alone = [driver.run_alone(driver.add(f"alone{i}", prompt, WITH_LOGPROBS), 5, chunk=200) for i, prompt in enumerate(prompts)]
@@ -89,13 +88,15 @@ def test_load_class_that_biases_scores_by_itself_raises(tmp_path: Path, monkeypa
         ("GptOssForCausalLM", {"num_local_experts": 2, "head_dim": 16, "layer_types": ["full_attention"] * 2}, "adds s_aux to"),
         ("OPTForCausalLM", {"word_embed_proj_dim": 64, "ffn_dim": 96}, "4 heads of 16 in its keys; .* here 2 of 16"),
         ("BertLMHeadModel", {"num_key_value_heads": None}, "not causal"),
+        ("DiffLlamaForCausalLM", {}, "2 layers attend 4 times"),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "supported: full_attention"),
     ],
 )
 def test_load_class_with_attention_of_its_own_kind_raises(
     tmp_path: Path, class_name: str, overrides: dict[str, Any], message: str
 ) -> None:
     save_model(tmp_path, class_name, overrides)
-    with pytest.raises(ModelLoadError, match=f"{class_name} is not supported.*{message}"):
+    with pytest.raises(ModelLoadError, match=f"{class_name}.* is not supported.*{message}"):
         Driver(tmp_path, num_blocks=8)
 
 
@@ -118,3 +119,14 @@ def test_describe_model_with_code_of_its_own_raises_and_runs_none(tmp_path: Path
     with pytest.raises(ModelLoadError, match=r"OwnForCausalLM is not supported.*never run"):
         describe_model(tmp_path, ModelOptions(dtype="float32"), 16)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("family", ["cohere", "mixtral", "phi3"])
+def test_adapter_of_a_family_that_takes_none_is_refused_saying_so(tmp_path: Path, family: str) -> None:
+    save_model(tmp_path, *{**FAMILIES, **FROM_TRANSFORMERS}[family])
+    store = Driver(tmp_path, num_blocks=8).runner.adapters
+    store.start_load("adapter", "/some/adapter")
+    while not (loads := store.poll_loads()):
+        time.sleep(0.001)
+    assert [load.adapter for load in loads] == ["adapter"]
+    assert "this model's family takes none" in loads[0].error
