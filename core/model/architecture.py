@@ -71,7 +71,7 @@ class ModelArchitecture:
     LayerKind(). rotary_dim: leading elements of a head that are turned (0: all). activation: silu or gelu_tanh. norm_offset: is
     added to the weights of norms. attention_scale: of scores (0: head_dim ** -0.5). Soft caps (0: none) bend scores and logits to
     cap * tanh(x / cap). has_qk_norm: heads of queries and keys are normed before they are turned. has_output_norms: so is what
-    attention and feed-forward add. class_name, config_digest: of a model of family
+    attention and feed-forward add. weights_prefix: of the decoder's tensors. class_name, config_digest: of a model of family
     transformers: its class, and what else it is made from.
     """
 
@@ -103,6 +103,7 @@ class ModelArchitecture:
     has_qk_norm: bool = False
     has_output_norms: bool = False
     experts: ExpertsShape | None = None
+    weights_prefix: str = "model"
     class_name: str = ""
     config_digest: str = ""
 

@@ -137,17 +137,19 @@ def load_llama_weights(
     make_linear: MakeLinear = make_torch_linear,
 ) -> LlamaWeights:
     """Read all weights, to `device`. Raises ModelLoadError naming the first tensor that is missing or misshaped."""
+    prefix = architecture.weights_prefix
+    head = f"{prefix.removesuffix('model')}lm_head.weight"
     vocab_shape = (architecture.vocab_size, architecture.hidden_size)
     with WeightReader(model_dir, dtype, device) as reader:
-        embed_tokens = reader.read("model.embed_tokens.weight", vocab_shape)
-        lm_head = embed_tokens if architecture.tie_word_embeddings else reader.read("lm_head.weight", vocab_shape)
+        embed_tokens = reader.read(f"{prefix}.embed_tokens.weight", vocab_shape)
+        lm_head = embed_tokens if architecture.tie_word_embeddings else reader.read(head, vocab_shape)
         return LlamaWeights(
             embed_tokens=embed_tokens,
             layers=tuple(
-                _LayerReader(reader, architecture, f"model.layers.{i}", make_linear).read(kind.has_experts)
+                _LayerReader(reader, architecture, f"{prefix}.layers.{i}", make_linear).read(kind.has_experts)
                 for i, kind in enumerate(architecture.layer_kinds)
             ),
-            norm=read_norm(reader, architecture, "model.norm", architecture.hidden_size),
+            norm=read_norm(reader, architecture, f"{prefix}.norm", architecture.hidden_size),
             lm_head=make_linear("lm_head", lm_head, None),
         )
 

@@ -13,6 +13,7 @@ from core.model.families.base import Config, is_sliding_by_layer, layers_of, rea
 
 GEMMA2_DEFAULTS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2}
 GEMMA3_DEFAULTS = {"sliding_window_pattern": 6}
+GEMMA3_TEXT_SIZES = {"vocab_size": 262208, "max_position_embeddings": 131072}
 
 
 def read_gemma2(config: Config, max_model_len: int) -> ModelArchitecture:
@@ -37,6 +38,12 @@ def read_gemma3(config: Config, max_model_len: int) -> ModelArchitecture:
         local_rope_theta=read_rope_theta({}, local, 10_000.0),
     )
     return _read_gemma(config, architecture, "local")
+
+
+def read_gemma3_text_of_images(config: Config, max_model_len: int) -> ModelArchitecture:
+    """The language model of one that also reads images, which are not served."""
+    text = {**GEMMA3_TEXT_SIZES, **config["text_config"]}
+    return replace(read_gemma3(text, max_model_len), weights_prefix="language_model.model")
 
 
 def _read_gemma(config: Config, architecture: ModelArchitecture, windows_rotary: str) -> ModelArchitecture:

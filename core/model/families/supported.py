@@ -21,6 +21,7 @@ READERS: dict[str, Callable[[Config, int], ModelArchitecture]] = {
     "Phi3ForCausalLM": dense.read_phi3,
     "Gemma2ForCausalLM": gemma.read_gemma2,
     "Gemma3ForCausalLM": gemma.read_gemma3,
+    "Gemma3ForConditionalGeneration": gemma.read_gemma3_text_of_images,
     "MixtralForCausalLM": mixture.read_mixtral,
     "Qwen2MoeForCausalLM": mixture.read_qwen2_moe,
     "Qwen3MoeForCausalLM": mixture.read_qwen3_moe,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from core.config import ModelOptions
 from core.model.description import describe_model
@@ -106,3 +109,21 @@ def test_adapter_of_a_dense_family_equals_weights_with_it_merged_in(tmp_path: Pa
     assert found.output == expected.output
     assert found.logprobs != unadapted.logprobs
     torch.testing.assert_close(adapted.kv(found), merged.kv(expected), atol=1e-3, rtol=1e-3)
+
+
+def test_runner_language_model_of_gemma3_with_images_equals_the_text_model(tmp_path: Path) -> None:
+    """The same tensors under other names, below a config of its own."""
+    save_model(tmp_path / "text", *FAMILIES["gemma3"])
+    shutil.copytree(tmp_path / "text", tmp_path / "images")
+    weights = load_file(tmp_path / "text" / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in weights.items()}
+    save_file(renamed, tmp_path / "images" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "text" / "config.json").read_text())
+    nested = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config, "vision_config": {}}
+    (tmp_path / "images" / "config.json").write_text(json.dumps(nested))
+    outputs = []
+    for name in ("text", "images"):
+        driver = Driver(tmp_path / name, num_blocks=8)
+        outputs.append(driver.run_alone(driver.add("a", random_prompt(40, seed=1, vocab_size=128), ASKING), 4, chunk=64))
+    assert outputs[0].logprobs == outputs[1].logprobs
+    assert outputs[0].prompt_logprobs == outputs[1].prompt_logprobs
