@@ -20,10 +20,10 @@ from core.errors import ConfigError
 from core.kv.pool_memory import KVPoolMemory
 from core.model.adapter_store import TorchAdapterStore
 from core.model.attention import AttentionBackend, AttentionBatch
-from core.model.attention_torch import TorchAttention
 from core.model.decoder import DecoderModel
 from core.model.description import ModelDescription
 from core.model.device_pool import DevicePool, memory_of
+from core.model.kernels import choose_native
 from core.model.linear import padded_num_rows
 from core.model.load_decoder import load_decoder
 from core.model.lora import AdapterLayers, AdapterRows
@@ -140,9 +140,11 @@ class TorchModelRunner:
         num_threads: int = 0,
         cascade: CascadeRule | None = None,
         max_lora_rank: int = 64,
+        cpu_kernels: str = "auto",
     ) -> TorchModelRunner:
         """Load the weights of `model_dir` for a pool of description.kv_layout, to its device. num_threads 0: what torch chooses.
-        cascade: when requests that share blocks read them together; None: where that was measured to pay.
+        cascade: when requests that share blocks read them together (plain torch only); None: where that was measured to pay.
+        cpu_kernels: see EngineOptions.
 
         The number of threads is the process's (torch has one setting). Raises ModelLoadError, or ConfigError if the pool
         has another layout.
@@ -153,8 +155,8 @@ class TorchModelRunner:
             torch.set_num_threads(num_threads)
         architecture, device = description.architecture, memory_of(pool).device
         dtype = TORCH_DTYPES[pool.layout.dtype]
-        attention = TorchAttention(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads, device, cascade)
-        model = load_decoder(model_dir, description, dtype, attention, device)
+        native = choose_native(cpu_kernels, device, dtype)
+        model, attention = load_decoder(model_dir, description, dtype, device, native, cascade)
         adapters = TorchAdapterStore(architecture, dtype, device, max_lora_rank)
         return cls(model, attention, Sampler(description.eos_token_ids), pool, adapters)
 

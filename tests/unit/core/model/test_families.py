@@ -19,12 +19,14 @@ from tests.unit.core.model.test_batch_invariance import WITH_LOGPROBS, _same_bit
 from tests.unit.core.model.test_runner import ASKING, assert_logprobs_match, reference_greedy
 
 
+# auto: the compiled kernels, where they can be built.
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_runner_family_in_chunks_and_decoding_equals_transformers(tmp_path: Path, family: str) -> None:
+def test_runner_family_in_chunks_and_decoding_equals_transformers(tmp_path: Path, family: str, kernels: str) -> None:
     model = save_model(tmp_path, *FAMILIES[family])
     prompt = random_prompt(110, seed=3, vocab_size=128)
     expected, expected_logprobs = reference_greedy(model, prompt, 6)
-    driver = Driver(tmp_path, num_blocks=32)
+    driver = Driver(tmp_path, num_blocks=32, cpu_kernels=kernels)
     request = driver.run_alone(driver.add("a", prompt, ASKING), 6, chunk=45)
     assert request.output == expected
     assert_logprobs_match(request.logprobs, expected_logprobs[len(prompt) - 1 :], expected)
@@ -32,23 +34,24 @@ def test_runner_family_in_chunks_and_decoding_equals_transformers(tmp_path: Path
     assert len(set(request.output)) > 1  # a model that says one thing whatever it reads would prove little
 
 
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize(("window", "chunk"), [(24, 300), (24, 1000), (200, 77), (256, 512), (300, 1)])
-def test_runner_windows_over_many_tiles_of_kv_equal_transformers(tmp_path: Path, window: int, chunk: int) -> None:
+def test_runner_windows_over_many_tiles_of_kv_equal_transformers(tmp_path: Path, window: int, chunk: int, kernels: str) -> None:
     """A tile is 256 positions: windows begin in later ones than the first, rows of a pass in different ones."""
     model = save_model(tmp_path, "MistralForCausalLM", {"sliding_window": window})
     prompt = random_prompt(260 if chunk == 1 else 700, seed=5, vocab_size=128)
     expected, expected_logprobs = reference_greedy(model, prompt, 4)
-    driver = Driver(tmp_path, num_blocks=48)
+    driver = Driver(tmp_path, num_blocks=48, cpu_kernels=kernels)
     request = driver.run_alone(driver.add("a", prompt, ASKING), 4, chunk)
     assert request.output == expected
     assert_logprobs_match(request.prompt_logprobs, expected_logprobs[: len(prompt) - 1], prompt[1:])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "kernels"), [("float32", "torch"), ("bfloat16", "torch"), ("bfloat16", "auto")])
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen2_moe", "mixtral"])
-def test_runner_family_in_any_batch_same_bits_as_alone(tmp_path: Path, family: str, dtype: str) -> None:
+def test_runner_family_in_any_batch_same_bits_as_alone(tmp_path: Path, family: str, dtype: str, kernels: str) -> None:
     save_model(tmp_path, *FAMILIES[family])
-    driver = Driver(tmp_path, dtype, num_blocks=160)
+    driver = Driver(tmp_path, dtype, num_blocks=160, cpu_kernels=kernels)
     prompts = [random_prompt(count, seed=count, vocab_size=128) for count in (41, 5, 560)]
     alone = [driver.run_alone(driver.add(f"alone{i}", prompt, WITH_LOGPROBS), 5, chunk=1000) for i, prompt in enumerate(prompts)]
     together = [driver.add(f"together{i}", prompt, WITH_LOGPROBS) for i, prompt in enumerate(prompts)]
