@@ -43,6 +43,7 @@ class TorchAttention(AttentionBackend):
         self._slot_offsets = torch.empty(0, dtype=torch.int64)
         self._plan = AttentionPlan(None, None, [], 0)
         self._batch: AttentionBatch | None = None
+        self._max_seq_len = 0
         self._window_plans: dict[int, list[PrefillPlan]] = {}
         self._soft_cap = 0.0
         self._workspace = _Workspace()
@@ -57,6 +58,7 @@ class TorchAttention(AttentionBackend):
         self._slot_offsets = batch.slot_mapping % self._block_size
         self._plan = self._planner.plan(batch)
         self._batch = batch
+        self._max_seq_len = int(batch.seq_lens.max()) if len(batch.seq_lens) else 0
         self._window_plans = {}
 
     def attend(
@@ -76,7 +78,7 @@ class TorchAttention(AttentionBackend):
         scaled_query = query.float() * scale
         output = torch.zeros_like(query)
         self._soft_cap = soft_cap
-        if sliding_window:
+        if 0 < sliding_window < self._max_seq_len:
             for windowed in self._plan_window(sliding_window):
                 self._attend_prefill(windowed, None, scaled_query, key_cache, value_cache, output)
             return output

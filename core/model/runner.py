@@ -1,4 +1,4 @@
-"""Runs steps of a Llama in torch over the KV pool: keeps each request's tokens and blocks, builds the flat batch, samples.
+"""Runs steps of a model in torch over the KV pool: keeps each request's tokens and blocks, builds the flat batch, samples.
 
 The scheduler decides what is computed (core/step.py); nothing here chooses. One runner per process, on the step thread.
 """
@@ -20,20 +20,15 @@ from core.errors import ConfigError
 from core.kv.pool_memory import KVPoolMemory
 from core.model.adapter_store import TorchAdapterStore
 from core.model.attention import AttentionBackend, AttentionBatch
-from core.model.attention_native import NativeAttention
-from core.model.attention_torch import TorchAttention
+from core.model.decoder import DecoderModel
 from core.model.description import ModelDescription
 from core.model.device_pool import DevicePool, memory_of
 from core.model.kernels import choose_native
-from core.model.linear import make_torch_linear, padded_num_rows
-from core.model.llama import LlamaModel
+from core.model.linear import padded_num_rows
+from core.model.load_decoder import load_decoder
 from core.model.lora import AdapterLayers, AdapterRows
-from core.model.native_linear import native_linear_maker
-from core.model.native_llama import NativeLlamaModel, is_native
-from core.model.rotary import RotaryEmbedding
 from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, apply_token_masks, token_logprobs
 from core.model.shared_tiles import CascadeRule
-from core.model.weights import load_llama_weights
 from core.sampling_params import SamplingParams
 from core.step import NewRequest, StepPlan, StepResult, TokenLogprob
 
@@ -118,7 +113,7 @@ class TorchModelRunner:
 
     def __init__(
         self,
-        model: LlamaModel | NativeLlamaModel,
+        model: DecoderModel,
         attention: AttentionBackend,
         sampler: Sampler,
         pool: KVPoolMemory | DevicePool,
@@ -158,25 +153,10 @@ class TorchModelRunner:
             raise ConfigError("pool.layout", pool.layout, str(description.kv_layout))
         if num_threads:
             torch.set_num_threads(num_threads)
-        architecture, device, dtype = description.architecture, memory_of(pool).device, TORCH_DTYPES[pool.layout.dtype]
+        architecture, device = description.architecture, memory_of(pool).device
+        dtype = TORCH_DTYPES[pool.layout.dtype]
         native = choose_native(cpu_kernels, device, dtype)
-        make_linear = make_torch_linear if native is None else native_linear_maker(native)
-        weights = load_llama_weights(model_dir, architecture, dtype, device, make_linear)
-        rotary = RotaryEmbedding(architecture, description.max_model_len, device)
-        model: LlamaModel | NativeLlamaModel
-        attention: AttentionBackend
-        if native is None or architecture.head_dim % 2:
-            block_size, heads, kv_heads = pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads
-            attention = TorchAttention(block_size, heads, kv_heads, device, cascade)
-            model = LlamaModel(architecture, weights, rotary, attention)
-        else:
-            attention = NativeAttention(native, pool.layout.block_size)
-            is_whole = is_native(architecture, weights)
-            model = (
-                NativeLlamaModel(native, architecture, weights, rotary, attention)
-                if is_whole
-                else LlamaModel(architecture, weights, rotary, attention)
-            )
+        model, attention = load_decoder(model_dir, description, dtype, device, native, cascade)
         adapters = TorchAdapterStore(architecture, dtype, device, max_lora_rank)
         return cls(model, attention, Sampler(description.eos_token_ids), pool, adapters)
 
@@ -263,7 +243,7 @@ class TorchModelRunner:
             )
         )
         adapters = [self._adapter_rows(adapter, np.concatenate(rows)) for adapter, rows in rows_by_adapter.items()]
-        return self._model.forward(self._on_device(token_ids), self._on_device(positions), self._kv_caches, adapters)
+        return self._model.forward(self._on_device(token_ids), self._on_device(positions), self._kv_caches, adapters, num_tokens)
 
     def _adapter_rows(self, adapter: AdapterLayers, rows: IntArray) -> AdapterRows:
         padded: IntArray = np.full(padded_num_rows(len(rows)), rows[0])

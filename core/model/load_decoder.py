@@ -1,0 +1,59 @@
+"""Makes the model that a description speaks of, with its weights: our own decoder, or transformers' class for other families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core.model.architecture import TRANSFORMERS_FAMILY
+from core.model.attention import AttentionBackend
+from core.model.attention_native import NativeAttention
+from core.model.attention_torch import TorchAttention
+from core.model.decoder import DecoderModel
+from core.model.description import ModelDescription
+from core.model.linear import make_torch_linear
+from core.model.llama import LlamaModel
+from core.model.native_linear import native_linear_maker
+from core.model.native_llama import NativeLlamaModel, is_native
+from core.model.rotary import RotaryEmbedding
+from core.model.shared_tiles import CascadeRule
+from core.model.weights import load_llama_weights
+
+
+def load_decoder(
+    model_dir: Path,
+    description: ModelDescription,
+    dtype: torch.dtype,
+    device: torch.device,
+    native: Any,
+    cascade: CascadeRule | None,
+) -> tuple[DecoderModel, AttentionBackend]:
+    """With weights of `dtype` on `device`, and the attention that it was made with. native: the compiled extension, or None.
+
+    Raises ModelLoadError.
+    """
+    architecture, block_size = description.architecture, description.kv_layout.block_size
+    attention: AttentionBackend
+    if native is None or architecture.head_dim % 2:
+        attention = TorchAttention(block_size, architecture.num_heads, architecture.num_kv_heads, device, cascade)
+    else:
+        attention = NativeAttention(native, block_size)
+    if architecture.family == TRANSFORMERS_FAMILY:
+        # Not at the top: importing transformers takes seconds, which the families of our own need not wait for.
+        from core.model.transformers_check import check_model
+        from core.model.transformers_model import TransformersModel
+
+        model = TransformersModel.load(model_dir, architecture, dtype, device, attention)
+        check_model(model, architecture, attention, block_size, dtype, device)
+        return model, attention
+    make_linear = make_torch_linear if native is None else native_linear_maker(native)
+    weights = load_llama_weights(model_dir, architecture, dtype, device, make_linear)
+    rotary = RotaryEmbedding(architecture, description.max_model_len, device)
+    if isinstance(attention, NativeAttention) and is_native(architecture, weights):
+        return NativeLlamaModel(native, architecture, weights, rotary, attention), attention
+    local_rotary = None
+    if architecture.local_rope_theta:
+        local_rotary = RotaryEmbedding(architecture, description.max_model_len, device, is_local=True)
+    return LlamaModel(architecture, weights, rotary, attention, local_rotary), attention
