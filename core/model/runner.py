@@ -22,9 +22,11 @@ from core.model.attention import AttentionBackend, AttentionBatch
 from core.model.attention_torch import TorchAttention
 from core.model.description import ModelDescription
 from core.model.device_pool import DevicePool, memory_of
-from core.model.linear import padded_num_rows
+from core.model.kv_format import kv_format_of
+from core.model.linear import make_torch_linear, padded_num_rows
 from core.model.llama import LlamaModel
 from core.model.lora import AdapterLayers, AdapterRows
+from core.model.quantized_linear import quantizing_linears
 from core.model.rotary import RotaryEmbedding
 from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, apply_token_masks, token_logprobs
 from core.model.shared_tiles import CascadeRule
@@ -150,11 +152,17 @@ class TorchModelRunner:
         if num_threads:
             torch.set_num_threads(num_threads)
         architecture, device = description.architecture, memory_of(pool).device
-        weights = load_llama_weights(model_dir, architecture, TORCH_DTYPES[pool.layout.dtype], device)
+        dtype = TORCH_DTYPES[description.dtype]
+        make_linear = quantizing_linears(description.quantization, dtype, device, make_torch_linear)
+        weights = load_llama_weights(model_dir, architecture, dtype, device, make_linear)
         rotary = RotaryEmbedding(architecture, description.max_model_len, device)
-        attention = TorchAttention(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads, device, cascade)
+        attention = TorchAttention(
+            *(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads, device),
+            cascade,
+            kv_format_of(pool.layout),
+        )
         model = LlamaModel(architecture, weights, rotary, attention)
-        adapters = TorchAdapterStore(architecture, TORCH_DTYPES[pool.layout.dtype], device, max_lora_rank)
+        adapters = TorchAdapterStore(architecture, dtype, device, max_lora_rank)
         return cls(model, attention, Sampler(description.eos_token_ids), pool, adapters)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -307,13 +315,17 @@ def _logprobs(scheduled: list[_Scheduled], sampled: list[list[int]], logits: Ten
 
 
 def kv_cache_views(pool: KVPoolMemory | DevicePool) -> list[tuple[Tensor, Tensor]]:
-    """Per layer the K and V of the pool, [num_blocks, block_size, num_kv_heads, head_dim], sharing its memory."""
+    """Per layer the K and V of the pool, [num_blocks, block_size, num_kv_heads, head_dim], sharing its memory.
+
+    Where the layout is of 8-bit numbers (see kv_format.py) these are bytes, and the last dimension is layout.head_bytes.
+    """
     layout = pool.layout
-    flat = memory_of(pool).view(-1).view(TORCH_DTYPES[layout.dtype])
-    token_stride = layout.num_kv_heads * layout.head_dim
+    flat = memory_of(pool).view(-1).view(TORCH_DTYPES.get(layout.dtype, torch.uint8))
+    head_stride = layout.head_bytes // flat.element_size()
+    token_stride = layout.num_kv_heads * head_stride
     kv_stride = layout.block_size * token_stride
     blocks = flat.as_strided(
-        (pool.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim),
-        (layout.block_stride_bytes // flat.element_size(), 2 * kv_stride, kv_stride, token_stride, layout.head_dim, 1),
+        (pool.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, head_stride),
+        (layout.block_stride_bytes // flat.element_size(), 2 * kv_stride, kv_stride, token_stride, head_stride, 1),
     )
     return [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(layout.num_layers)]

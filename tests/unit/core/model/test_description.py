@@ -94,6 +94,19 @@ def test_describe_model_fingerprint_follows_content_not_path(folder: Path, tmp_p
     assert describe(folder).model_fingerprint != original
 
 
+def test_describe_model_fingerprint_differs_where_kv_would(folder: Path) -> None:
+    choices: list[dict[str, Any]] = [
+        *({"dtype": "bfloat16"}, {"dtype": "float32"}),  # differ in the layout's fingerprint
+        *({"dtype": dtype, "kv_cache_dtype": kv} for dtype in ("bfloat16", "float32") for kv in ("fp8", "int8", "float16")),
+        *({"dtype": "bfloat16", "quantization": quantization} for quantization in ("int8", "int4")),
+    ]
+    found = [describe(folder, **choice) for choice in choices]
+    names = {(description.model_fingerprint, description.kv_layout.fingerprint) for description in found}
+    assert len(names) == len(choices)
+    same = describe(folder, dtype="bfloat16", kv_cache_dtype="bfloat16")
+    assert (same.model_fingerprint, same.kv_layout) == (found[0].model_fingerprint, found[0].kv_layout)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -101,7 +114,10 @@ def test_describe_model_fingerprint_follows_content_not_path(folder: Path, tmp_p
         ({"architectures": None}, "architecture unknown is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "RoPE type 'longrope'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quant_method 'bitsandbytes' .* supported: fp8",
+        ),
         ({"num_key_value_heads": 4}, "evenly"),
         ({"vocab_size": None}, "missing the field vocab_size"),
     ],
