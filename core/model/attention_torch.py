@@ -61,8 +61,8 @@ class TorchAttention(AttentionBackend):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         num_tokens = self._slot_blocks.shape[0]
-        key_cache[self._slot_blocks, self._slot_offsets] = self._kv_format.encode(key[:num_tokens])
-        value_cache[self._slot_blocks, self._slot_offsets] = self._kv_format.encode(value[:num_tokens])
+        for values, cache in ((key, key_cache), (value, value_cache)):
+            cache[self._slot_blocks, self._slot_offsets] = self._kv_format.encode(values[:num_tokens]).to(cache.dtype)
         scaled_query = query.float() * scale
         output = torch.zeros_like(query)
         plan = self._plan
