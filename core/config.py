@@ -60,6 +60,8 @@ class ModelOptions:
         _check(self.dtype in DTYPES, "model.dtype", self.dtype, " or ".join(DTYPES))
         _check(self.kv_cache_dtype in KV_CACHE_DTYPES, "model.kv_cache_dtype", self.kv_cache_dtype, " or ".join(KV_CACHE_DTYPES))
         _check(self.quantization in QUANTIZATIONS, "model.quantization", self.quantization, " or ".join(QUANTIZATIONS))
+        has_kernel = self.quantization != "int4" or self.dtype == "bfloat16"
+        _check(has_kernel, "model.quantization", self.quantization, f"none or int8 with model.dtype {self.dtype}")
         _check(self.max_model_len >= 0, "model.max_model_len", self.max_model_len, "0 (the model's own) or more")
         _check(bool(self.path), "model.path", self.path, "an alias or a folder")
         _check(len(self.name) <= 512, "model.served_name", self.name, "at most 512 characters")

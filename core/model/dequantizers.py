@@ -163,7 +163,8 @@ class GptqWeights(Dequantizer):
         numbers = _unpack(weight.t(), bits).t()
         zero_points = (_unpack(zeros, bits) + self._form.zero_offset) & (2**bits - 1)
         group = self._group_of_input(module, num_inputs, num_groups)
-        return ((numbers - zero_points[group]).float() * scales.float()[group]).t().contiguous()
+        weights: Tensor = (numbers - zero_points[group]).float() * scales.float()[group]
+        return weights.t().contiguous()
 
     def _group_of_input(self, module: str, num_inputs: int, num_groups: int) -> Tensor:
         name = f"{module}.g_idx"
@@ -193,7 +194,8 @@ def dequantizer_of(form: CheckpointFormat, source: TensorSource) -> Dequantizer 
 def _unpack(words: Tensor, bits: int) -> Tensor:
     """Numbers of `bits` bits, int32, [rows, columns * 32 / bits], from int32 words [rows, columns], lowest bits first."""
     shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(1)
+    numbers: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return numbers.flatten(1)
 
 
 def _unpack_awq(words: Tensor) -> Tensor:

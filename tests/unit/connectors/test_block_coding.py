@@ -100,7 +100,7 @@ def test_layout_of_eight_bit_numbers_is_encrypted_as_it_is_and_refused_by_codecs
         assert opened(coding, *sealed(coding, payload)) == (BlockCheck.OK, bytes(payload))
     for codec in ("zstd", "int8", "fp8"):
         with pytest.raises(
-            ConfigError, match=rf"connector\.options\.codec: got '{codec}'.*none where .*kv_cache_dtype is {dtype}"
+            ConfigError, match=rf"options\.codec: got '{codec}'.*none where .*kv_cache_dtype is {dtype}"
         ):
             CodingOptions(codec=codec).coding_for(layout)
 
