@@ -18,7 +18,6 @@ import pydoc_data.topics
 import random
 import statistics
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from core.config import ModelOptions

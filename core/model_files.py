@@ -32,7 +32,7 @@ TOKENIZER_FILE = "tokenizer.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
-CONVERSION_VERSION = 1  # part of a converted folder's name: raise it when the conversion's output changes
+CONVERSION_VERSION = 2  # part of a converted folder's name: raise it when the conversion's output changes
 CONVERSION_TIMEOUT_S = 1800.0
 HASH_PIECE_BYTES = 64 * 1024 * 1024  # hashed in parallel; part of the definition of every fingerprint made from the digests
 
