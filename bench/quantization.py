@@ -31,7 +31,7 @@ from router.tokenizer import Tokenizer
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1024
-MODES: dict[str, dict[str, str]] = {
+MODES: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "float32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},

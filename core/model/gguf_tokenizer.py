@@ -114,10 +114,12 @@ def _sentencepiece_bpe(fields: Mapping[str, Any], tokens: list[str]) -> Tokenize
 
 def _bpe(tokens: list[str], merges: list[tuple[str, ...]], **options: Any) -> BPE:
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    pairs: list[tuple[str, str]] = []
     for merge in merges:
         if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys():
             raise ModelLoadError(f"GGUF tokenizer: merge {' '.join(merge)!r} is not of two tokens that make a third")
-    return BPE(vocab=vocab, merges=merges, **options)
+        pairs.append((merge[0], merge[1]))
+    return BPE(vocab=vocab, merges=pairs, **options)
 
 
 def _write_settings(fields: Mapping[str, Any], tokens: list[str], dest: Path, max_length: int) -> None:
