@@ -29,6 +29,8 @@ MIB = 1024 * 1024
 DEFAULT_MODEL = "smollm2"
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
 DTYPES = ("bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = ("auto", *DTYPES, "fp8", "int8")
+QUANTIZATIONS = ("none", "int8", "int4")
 ENVIRONMENT_PREFIX = "KVRELAY_"
 EXIT_USAGE = 2  # of every process whose user made a mistake
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -41,18 +43,34 @@ def _check(condition: bool, field_name: str, value: object, allowed: str) -> Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """Which model. path: an alias (smollm2) or a Hugging Face folder. max_model_len 0: what the model was made for."""
+    """Which model. path: an alias (smollm2) or a Hugging Face folder. max_model_len 0: what the model was made for.
+
+    dtype: what it computes in. kv_cache_dtype: what its KV is stored in: auto (as dtype), another float, fp8 (E4M3 without a
+    scale) or int8 (a scale per token and head); nodes of one cluster must agree. quantization: of the projections, at load,
+    on the CPU: int8 (per output, inputs rounded per token as well) or int4 (groups of inputs); the head stays as it is.
+    """
 
     path: str = DEFAULT_MODEL
     served_name: str = ""
     dtype: str = "bfloat16"
     max_model_len: int = 0
+    kv_cache_dtype: str = "auto"
+    quantization: str = "none"
 
     def __post_init__(self) -> None:
         _check(self.dtype in DTYPES, "model.dtype", self.dtype, " or ".join(DTYPES))
+        _check(self.kv_cache_dtype in KV_CACHE_DTYPES, "model.kv_cache_dtype", self.kv_cache_dtype, " or ".join(KV_CACHE_DTYPES))
+        _check(self.quantization in QUANTIZATIONS, "model.quantization", self.quantization, " or ".join(QUANTIZATIONS))
+        has_kernel = self.quantization != "int4" or self.dtype == "bfloat16"
+        _check(has_kernel, "model.quantization", self.quantization, f"none or int8 with model.dtype {self.dtype}")
         _check(self.max_model_len >= 0, "model.max_model_len", self.max_model_len, "0 (the model's own) or more")
         _check(bool(self.path), "model.path", self.path, "an alias or a folder")
         _check(len(self.name) <= 512, "model.served_name", self.name, "at most 512 characters")
+
+    @property
+    def kv_dtype(self) -> str:
+        """kv_cache_dtype with auto resolved."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
     def name(self) -> str:
@@ -327,6 +345,8 @@ SHORT_FLAGS = {
     "--served-model-name": "model.served_name",
     "--dtype": "model.dtype",
     "--max-model-len": "model.max_model_len",
+    "--kv-cache-dtype": "model.kv_cache_dtype",
+    "--quantization": "model.quantization",
     "--connector": "connector.name",
     "--host": "router.host",
     "--port": "router.port",

@@ -13,10 +13,12 @@ from core.model.attention_native import NativeAttention
 from core.model.attention_torch import TorchAttention
 from core.model.decoder import DecoderModel
 from core.model.description import ModelDescription
+from core.model.kv_format import kv_format_of
 from core.model.linear import make_torch_linear
 from core.model.llama import LlamaModel
 from core.model.native_linear import native_linear_maker
 from core.model.native_llama import NativeLlamaModel, is_native
+from core.model.quantized_linear import quantizing_linears
 from core.model.rotary import RotaryEmbedding
 from core.model.shared_tiles import CascadeRule
 from core.model.weights import load_llama_weights
@@ -36,8 +38,10 @@ def load_decoder(
     """
     architecture, block_size = description.architecture, description.kv_layout.block_size
     attention: AttentionBackend
-    if native is None or architecture.head_dim % 2:
-        attention = TorchAttention(block_size, architecture.num_heads, architecture.num_kv_heads, device, cascade)
+    is_kv_native = description.kv_layout.dtype == description.dtype
+    if native is None or architecture.head_dim % 2 or not is_kv_native:
+        heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+        attention = TorchAttention(block_size, heads, kv_heads, device, cascade, kv_format_of(description.kv_layout))
     else:
         attention = NativeAttention(native, block_size)
     if architecture.family == TRANSFORMERS_FAMILY:
@@ -49,6 +53,7 @@ def load_decoder(
         check_model(model, architecture, attention, block_size, dtype, device)
         return model, attention
     make_linear = make_torch_linear if native is None else native_linear_maker(native)
+    make_linear = quantizing_linears(description.quantization, dtype, device, make_linear)
     weights = load_llama_weights(model_dir, architecture, dtype, device, make_linear)
     rotary = RotaryEmbedding(architecture, description.max_model_len, device)
     if isinstance(attention, NativeAttention) and is_native(architecture, weights):

@@ -68,17 +68,19 @@ def load_model(model: ModelOptions, engine: EngineOptions) -> LoadedModel:
     except torch.OutOfMemoryError as error:
         pool_mib = num_blocks * layout.block_stride_bytes // MIB
         raise ConfigError("engine.kv_pool_mib", pool_mib, f"a pool that fits on {device} beside the weights") from error
-    native = choose_native(engine.cpu_kernels, device, TORCH_DTYPES[layout.dtype])
+    native = choose_native(engine.cpu_kernels, device, TORCH_DTYPES[description.dtype])
     kernels = kernel_class(native) if device.type == "cpu" else device.type
     _logger.info(
-        "loaded %s as %s on %s (%s kernels) in %.1f s; KV pool: %d blocks of %d tokens, %.0f MiB",
+        "loaded %s as %s%s on %s (%s kernels) in %.1f s; KV pool: %d blocks of %d tokens in %s, %.0f MiB",
         model.path,
-        layout.dtype,
+        model.dtype,
+        "" if model.quantization == "none" else f" with {model.quantization} projections",
         device,
         kernels,
         time.monotonic() - started_s,
         num_blocks,
         engine.block_size,
+        layout.dtype,
         num_blocks * layout.block_stride_bytes / MIB,
     )
     return LoadedModel(

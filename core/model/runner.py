@@ -154,7 +154,7 @@ class TorchModelRunner:
         if num_threads:
             torch.set_num_threads(num_threads)
         architecture, device = description.architecture, memory_of(pool).device
-        dtype = TORCH_DTYPES[pool.layout.dtype]
+        dtype = TORCH_DTYPES[description.dtype]
         native = choose_native(cpu_kernels, device, dtype)
         model, attention = load_decoder(model_dir, description, dtype, device, native, cascade)
         adapters = TorchAdapterStore(architecture, dtype, device, max_lora_rank)
@@ -323,13 +323,17 @@ def _logprobs(scheduled: list[_Scheduled], sampled: list[list[int]], logits: Ten
 
 
 def kv_cache_views(pool: KVPoolMemory | DevicePool) -> list[tuple[Tensor, Tensor]]:
-    """Per layer the K and V of the pool, [num_blocks, block_size, num_kv_heads, head_dim], sharing its memory."""
+    """Per layer the K and V of the pool, [num_blocks, block_size, num_kv_heads, head_dim], sharing its memory.
+
+    Where the layout is of 8-bit numbers (see kv_format.py) these are bytes, and the last dimension is layout.head_bytes.
+    """
     layout = pool.layout
-    flat = memory_of(pool).view(-1).view(TORCH_DTYPES[layout.dtype])
-    token_stride = layout.num_kv_heads * layout.head_dim
+    flat = memory_of(pool).view(-1).view(TORCH_DTYPES.get(layout.dtype, torch.uint8))
+    head_stride = layout.head_bytes // flat.element_size()
+    token_stride = layout.num_kv_heads * head_stride
     kv_stride = layout.block_size * token_stride
     blocks = flat.as_strided(
-        (pool.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim),
-        (layout.block_stride_bytes // flat.element_size(), 2 * kv_stride, kv_stride, token_stride, layout.head_dim, 1),
+        (pool.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, head_stride),
+        (layout.block_stride_bytes // flat.element_size(), 2 * kv_stride, kv_stride, token_stride, head_stride, 1),
     )
     return [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(layout.num_layers)]

@@ -5,22 +5,17 @@ Projections that read the same input are stacked here, so that one multiplicatio
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
-from core.errors import ModelLoadError
 from core.model.architecture import ModelArchitecture
 from core.model.linear import Linear, MakeLinear, TorchLinear, make_torch_linear
 from core.model.weight_names import NAMES_BY_FAMILY, WeightNames
-from core.model_files import list_weight_files
+from core.model.weight_reader import WeightReader
 
 HOST = torch.device("cpu")
 ROUTER_OUTPUTS_MULTIPLE = 16  # with fewer outputs the product of a row depends on the other rows (see lora.RANK_MULTIPLE)
@@ -83,50 +78,6 @@ class LlamaWeights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     lm_head: Linear
-
-
-class WeightReader:
-    """Tensors by name over all weight files of a folder. Use as a context manager: files stay mapped until exit."""
-
-    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._model_dir = model_dir
-        self._dtype = dtype
-        self._device = device
-        self._files = ExitStack()
-        self._file_by_name: dict[str, Any] = {}
-        for path in list_weight_files(model_dir):
-            try:
-                file = self._files.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                self._files.close()
-                raise ModelLoadError(f"{path}: not a readable safetensors file ({error})") from error
-            self._file_by_name.update(dict.fromkeys(file.keys(), file))
-
-    def __enter__(self) -> WeightReader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._files.close()
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, cast, contiguous. Raises ModelLoadError if it is missing, or of another shape, or not floating."""
-        file = self._file_by_name.get(name)
-        if file is None:
-            raise ModelLoadError(f"{self._model_dir}: missing tensor {name}")
-        tensor: Tensor = file.get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelLoadError(f"{self._model_dir}: tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}")
-        if not tensor.is_floating_point():
-            raise ModelLoadError(f"{self._model_dir}: tensor {name} has dtype {tensor.dtype}, expected a floating one")
-        return tensor.to(self._device, self._dtype).contiguous()
-
-    def read_stacked(self, prefix: str, parts: list[tuple[str, int]], num_inputs: int, suffix: str = "weight") -> Tensor:
-        """Tensors {prefix}.{part}.{suffix} stacked along their outputs. parts: (name, outputs)."""
-        shapes: list[tuple[str, tuple[int, ...]]] = [
-            (f"{prefix}.{name}.{suffix}", (outputs, num_inputs) if suffix == "weight" else (outputs,)) for name, outputs in parts
-        ]
-        tensors = [self.read(name, shape) for name, shape in shapes]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def load_llama_weights(

@@ -73,9 +73,16 @@ class Driver:
     """A scheduler's stand-in: blocks in random order, any number of tokens per request and step."""
 
     def __init__(
-        self, folder: Path, dtype: str = "float32", num_blocks: int = 256, seed: int = 0, cpu_kernels: str = "auto"
+        self,
+        folder: Path,
+        dtype: str = "float32",
+        num_blocks: int = 256,
+        seed: int = 0,
+        options: ModelOptions | None = None,
+        cpu_kernels: str = "auto",
     ) -> None:
-        self.description: ModelDescription = describe_model(folder, ModelOptions(dtype=dtype), BLOCK_SIZE)
+        """options: others than the defaults, instead of dtype."""
+        self.description: ModelDescription = describe_model(folder, options or ModelOptions(dtype=dtype), BLOCK_SIZE)
         self.pool = KVPoolMemory(self.description.kv_layout, num_blocks)
         self.runner = TorchModelRunner.load(folder, self.description, self.pool, 0, cpu_kernels=cpu_kernels)
         self._free = list(range(num_blocks))
@@ -86,9 +93,9 @@ class Driver:
 
     def _poison(self) -> None:
         """Fill the pool with NaN: whoever reads what was not written, shows."""
-        for key_cache, value_cache in kv_cache_views(self.pool):
-            key_cache.fill_(float("nan"))
-            value_cache.fill_(float("nan"))
+        for caches in kv_cache_views(self.pool):
+            for cache in caches:
+                cache.fill_(0xFF if cache.dtype is torch.uint8 else float("nan"))  # NaN in fp8, and as int8's scale
 
     def add(self, request_id: str, prompt: list[int], sampling: SamplingParams = GREEDY, adapter: str = "") -> Request:
         return Request(request_id, list(prompt), len(prompt), sampling, adapter=adapter)

@@ -94,6 +94,19 @@ def test_describe_model_fingerprint_follows_content_not_path(folder: Path, tmp_p
     assert describe(folder).model_fingerprint != original
 
 
+def test_describe_model_fingerprint_differs_where_kv_would(folder: Path) -> None:
+    choices: list[dict[str, Any]] = [
+        *({"dtype": "bfloat16"}, {"dtype": "float32"}),  # differ in the layout's fingerprint
+        *({"dtype": dtype, "kv_cache_dtype": kv} for dtype in ("bfloat16", "float32") for kv in ("fp8", "int8", "float16")),
+        *({"dtype": "bfloat16", "quantization": quantization} for quantization in ("int8", "int4")),
+    ]
+    found = [describe(folder, **choice) for choice in choices]
+    names = {(description.model_fingerprint, description.kv_layout.fingerprint) for description in found}
+    assert len(names) == len(choices)
+    same = describe(folder, dtype="bfloat16", kv_cache_dtype="bfloat16")
+    assert (same.model_fingerprint, same.kv_layout) == (found[0].model_fingerprint, found[0].kv_layout)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -120,7 +133,10 @@ def test_describe_model_fingerprint_follows_content_not_path(folder: Path, tmp_p
         ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok is 3"),
         ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 2}, "missing the field num_experts_per_tok"),
         ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quant_method 'bitsandbytes' .* supported: fp8",
+        ),
         ({"num_key_value_heads": 4}, "evenly"),
         ({"vocab_size": None}, "missing the field vocab_size"),
     ],
