@@ -24,9 +24,12 @@ from core.model.description import ModelDescription
 from core.model.device_pool import DevicePool, memory_of
 from core.model.linear import padded_num_rows
 from core.model.llama import LlamaModel
+from core.model.logit_adjustments import apply_token_masks
+from core.model.logprobs import LOGPROB_CHUNK_ROWS, token_logprobs
 from core.model.lora import AdapterLayers, AdapterRows
 from core.model.rotary import RotaryEmbedding
-from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, apply_token_masks, token_logprobs
+from core.model.sampled_row import SampledRow, TokenCounts
+from core.model.sampler import Sampler
 from core.model.shared_tiles import CascadeRule
 from core.model.weights import load_llama_weights
 from core.sampling_params import SamplingParams
@@ -63,7 +66,7 @@ class _GrowingArray:
 class _RequestState:
     """What the runner knows of a request between steps."""
 
-    __slots__ = ("adapter", "block_ids", "num_computed_tokens", "num_prompt_tokens", "sampling", "token_ids")
+    __slots__ = ("adapter", "block_ids", "counts", "num_computed_tokens", "num_prompt_tokens", "sampling", "token_ids")
 
     def __init__(self, request: NewRequest) -> None:
         assert request.adapter is None or isinstance(request.adapter, AdapterLayers)
@@ -73,6 +76,7 @@ class _RequestState:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_computed_tokens = request.num_computed_tokens
         self.sampling: SamplingParams = request.sampling
+        self.counts = TokenCounts(request.num_prompt_tokens) if request.sampling.has_penalties else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +254,14 @@ class TorchModelRunner:
                 row_numbers += range(end - num_drafts - 1, end)
                 first_length = len(token_ids) - num_drafts
                 masks: Sequence[bytes | None] = share.masks or [None] * (num_drafts + 1)
+                if state.counts is not None:
+                    state.counts.advance(token_ids[:first_length])
                 rows += [
-                    SampledRow(state.sampling, token_ids[:length], state.num_prompt_tokens, mask)
-                    for length, mask in zip(range(first_length, len(token_ids) + 1), masks, strict=True)
+                    # Drafts may come to nothing, so rows behind them are counted anew.
+                    SampledRow(state.sampling, token_ids[:length], state.num_prompt_tokens, mask, counts)
+                    for length, mask, counts in zip(
+                        range(first_length, len(token_ids) + 1), masks, [state.counts] + [None] * num_drafts, strict=True
+                    )
                 ]
         if not rows:
             return [[] for _ in scheduled], {}
