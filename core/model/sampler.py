@@ -97,6 +97,7 @@ def _best_of_floats(logits: Tensor) -> IntArray:
     """best_tokens of any values, on any device."""
     exact = torch.nan_to_num(logits.float(), nan=-torch.inf, posinf=HIGHEST_FLOAT, neginf=-torch.inf)
     if exact.device.type == "cpu":
-        return exact.numpy().argmax(axis=-1).astype(np.int64)
+        found: IntArray = exact.numpy().argmax(axis=-1).astype(np.int64)
+        return found
     tokens: IntArray = exact.argmax(dim=-1).cpu().numpy()
     return tokens
