@@ -6,6 +6,7 @@ The scheduler decides what is computed (core/step.py); nothing here chooses. One
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,8 @@ class TorchModelRunner:
         self._kv_caches = kv_cache_views(pool)
         self._device = memory_of(pool).device
         self._num_threads = torch.get_num_threads()
+        self._row_multiple = model.row_multiple
+        self._sampling_s = self._execution_s = 0.0
         self._requests: dict[str, _RequestState] = {}
 
     @classmethod
@@ -163,6 +166,7 @@ class TorchModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See core.step.ModelRunner. A plan that does not fit what the runner holds is a bug of the scheduler and asserts."""
+        started_s = time.perf_counter()
         if torch.get_num_threads() != self._num_threads:  # OpenMP counts them for each thread that calls it
             torch.set_num_threads(self._num_threads)
         self._apply_deltas(plan)
@@ -173,11 +177,21 @@ class TorchModelRunner:
             hidden = self._forward(scheduled, plan.num_common_prefix_blocks)
             prompt_logprobs = self._prompt_logprobs(scheduled, hidden)
             sampled, logprobs = self._sample(scheduled, hidden)
+        self._execution_s += time.perf_counter() - started_s
         for share, tokens in zip(scheduled, sampled, strict=True):
             share.state.token_ids.append(tokens)
             # What was computed for drafts that were not sampled is void.
             share.state.num_computed_tokens = share.state.token_ids.length - 1 if tokens else share.end_position
         return StepResult(sampled_token_ids=sampled, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def take_part_seconds(self) -> dict[str, float]:
+        """Seconds of execute by part since the last call; empty where the model does not measure its own. Step thread."""
+        parts = self._model.take_part_seconds()
+        if parts:
+            parts["sampling"] = self._sampling_s
+            parts["Python"] = self._execution_s - sum(parts.values())
+        self._sampling_s = self._execution_s = 0.0
+        return parts
 
     def _apply_deltas(self, plan: StepPlan) -> None:
         for request_id in plan.removed_request_ids:
@@ -208,7 +222,7 @@ class TorchModelRunner:
     def _forward(self, scheduled: list[_Scheduled], num_common_blocks: int) -> Tensor:
         """Hidden states of all scheduled tokens (and padding rows), [num_rows, hidden]; writes their KV."""
         num_tokens = scheduled[-1].first_row + scheduled[-1].end_position - scheduled[-1].first_position
-        token_ids = np.zeros(padded_num_rows(num_tokens), dtype=np.int64)
+        token_ids = np.zeros(-(-num_tokens // self._row_multiple) * self._row_multiple, dtype=np.int64)
         positions = np.zeros_like(token_ids)
         slot_mapping = np.empty(num_tokens, dtype=np.int64)
         block_tables = np.zeros((len(scheduled), max(share.state.block_ids.length for share in scheduled)), dtype=np.int64)
@@ -266,8 +280,10 @@ class TorchModelRunner:
         if not rows:
             return [[] for _ in scheduled], {}
         logits = self._model.logits(hidden[row_numbers]).cpu()
+        started_s = time.perf_counter()
         apply_token_masks(logits, rows)
         tokens = iter(self._sampler.sample(logits, rows))
+        self._sampling_s += time.perf_counter() - started_s
         sampled = [_kept_tokens(share.drafts, tokens) if share.is_sampled else [] for share in scheduled]
         return sampled, _logprobs(scheduled, sampled, logits)
 
