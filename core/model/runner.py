@@ -20,17 +20,21 @@ from core.errors import ConfigError
 from core.kv.pool_memory import KVPoolMemory
 from core.model.adapter_store import TorchAdapterStore
 from core.model.attention import AttentionBackend, AttentionBatch
+from core.model.attention_cuda import CudaAttention, DecodeBuffers
+from core.model.attention_library import choose_library, cuda_candidates
 from core.model.attention_torch import TorchAttention
+from core.model.cuda_graphs import DecodeBatch, DecodeGraphs, Record, padded_batch_sizes
 from core.model.description import ModelDescription
 from core.model.device_pool import DevicePool, memory_of
-from core.model.linear import padded_num_rows
+from core.model.linear import make_torch_linear, padded_num_rows
+from core.model.linear_fixed_rows import make_fixed_rows_linear
 from core.model.llama import LlamaModel
 from core.model.logit_adjustments import apply_token_masks
 from core.model.logprobs import LOGPROB_CHUNK_ROWS, token_logprobs
 from core.model.lora import AdapterLayers, AdapterRows
 from core.model.rotary import RotaryEmbedding
 from core.model.sampled_row import SampledRow, TokenCounts
-from core.model.sampler import Sampler
+from core.model.sampler import Sampler, is_plain
 from core.model.shared_tiles import CascadeRule
 from core.model.weights import load_llama_weights
 from core.sampling_params import SamplingParams
@@ -135,6 +139,7 @@ class TorchModelRunner:
         self._row_multiple = model.row_multiple
         self._sampling_s = self._execution_s = 0.0
         self._requests: dict[str, _RequestState] = {}
+        self._graphs: DecodeGraphs | None = None
 
     @classmethod
     def load(
@@ -145,9 +150,11 @@ class TorchModelRunner:
         num_threads: int = 0,
         cascade: CascadeRule | None = None,
         max_lora_rank: int = 64,
+        is_batch_invariant: bool = False,
     ) -> TorchModelRunner:
         """Load the weights of `model_dir` for a pool of description.kv_layout, to its device. num_threads 0: what torch chooses.
         cascade: when requests that share blocks read them together; None: where that was measured to pay.
+        is_batch_invariant: also on CUDA, by slower kernels.
 
         The number of threads is the process's (torch has one setting). Raises ModelLoadError, or ConfigError if the pool
         has another layout.
@@ -157,12 +164,30 @@ class TorchModelRunner:
         if num_threads:
             torch.set_num_threads(num_threads)
         architecture, device = description.architecture, memory_of(pool).device
-        weights = load_llama_weights(model_dir, architecture, TORCH_DTYPES[pool.layout.dtype], device)
+        dtype, heads = TORCH_DTYPES[pool.layout.dtype], (architecture.num_heads, architecture.num_kv_heads)
+        is_on_cuda = device.type == "cuda"
+        make_linear = make_fixed_rows_linear if is_on_cuda and is_batch_invariant else make_torch_linear
+        weights = load_llama_weights(model_dir, architecture, dtype, device, make_linear)
         rotary = RotaryEmbedding(architecture, description.max_model_len, device)
-        attention = TorchAttention(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads, device, cascade)
+        attention: AttentionBackend
+        if is_on_cuda:
+            candidates = cuda_candidates(is_batch_invariant)
+            library = choose_library(candidates, device, dtype, pool.layout.block_size, *heads, architecture.head_dim)
+            attention = CudaAttention(library, pool.layout.block_size, *heads, device)
+        else:
+            attention = TorchAttention(pool.layout.block_size, *heads, device, cascade)
         model = LlamaModel(architecture, weights, rotary, attention)
-        adapters = TorchAdapterStore(architecture, TORCH_DTYPES[pool.layout.dtype], device, max_lora_rank)
+        adapters = TorchAdapterStore(architecture, dtype, device, max_lora_rank)
         return cls(model, attention, Sampler(description.eos_token_ids), pool, adapters)
+
+    def use_decode_graphs(self, record: Record, max_num_seqs: int, max_model_len: int) -> None:
+        """Run steps of decodes, without adapters and of max_num_seqs requests at most, as recordings made by `record`, where the
+        attention backend allows it.
+        """
+        if isinstance(self._attention, CudaAttention) and self._attention.has_static_decodes:
+            sizes = padded_batch_sizes(max_num_seqs, self._row_multiple)
+            max_blocks = -(-max_model_len // self._block_size)
+            self._graphs = DecodeGraphs(self._forward_decodes, record, sizes, max_blocks, self._device)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See core.step.ModelRunner. A plan that does not fit what the runner holds is a bug of the scheduler and asserts."""
@@ -237,6 +262,10 @@ class TorchModelRunner:
             block_tables[i, : state.block_ids.length] = state.block_ids.values
             if state.adapter is not None:
                 rows_by_adapter.setdefault(state.adapter, []).append(np.arange(rows.start, rows.stop))
+        if self._graphs is not None and not rows_by_adapter and num_tokens == len(scheduled):
+            decodes = DecodeBatch(token_ids[:num_tokens], positions[:num_tokens], slot_mapping, block_tables)
+            if (hidden := self._graphs.try_run(decodes)) is not None:
+                return hidden
         self._attention.begin_step(
             AttentionBatch(
                 slot_mapping=self._on_device(slot_mapping),
@@ -248,6 +277,12 @@ class TorchModelRunner:
         )
         adapters = [self._adapter_rows(adapter, np.concatenate(rows)) for adapter, rows in rows_by_adapter.items()]
         return self._model.forward(self._on_device(token_ids), self._on_device(positions), self._kv_caches, adapters)
+
+    def _forward_decodes(self, token_ids: Tensor, positions: Tensor, buffers: DecodeBuffers) -> Tensor:
+        """What a recording of decodes holds; see DecodeGraphs."""
+        assert isinstance(self._attention, CudaAttention)
+        self._attention.begin_decodes(buffers)
+        return self._model.forward(token_ids, positions, self._kv_caches)
 
     def _adapter_rows(self, adapter: AdapterLayers, rows: IntArray) -> AdapterRows:
         padded: IntArray = np.full(padded_num_rows(len(rows)), rows[0])
@@ -279,7 +314,9 @@ class TorchModelRunner:
                 ]
         if not rows:
             return [[] for _ in scheduled], {}
-        logits = self._model.logits(hidden[row_numbers]).cpu()
+        logits = self._model.logits(hidden[row_numbers])
+        if not all(is_plain(row) for row in rows):  # what is plain is chosen where the logits are, and only tokens are copied
+            logits = logits.cpu()
         started_s = time.perf_counter()
         apply_token_masks(logits, rows)
         tokens = iter(self._sampler.sample(logits, rows))

@@ -70,6 +70,11 @@ class Sampler:
         return own
 
 
+def is_plain(row: SampledRow) -> bool:
+    """Whether the row's best raw logit is all that is wanted of it."""
+    return row.sampling.is_greedy and row.mask is None and row.sampling.logprobs is None and not is_adjusted(row)
+
+
 def best_tokens(logits: Tensor) -> IntArray:
     """[num_rows] the first of each row's equal maxima. logits: [num_rows, vocab], any float dtype and device; NaN counts as -inf.
 
