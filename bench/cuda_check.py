@@ -5,8 +5,8 @@ python -m bench.cuda_check --model MODEL
 Serves the same requests with the backend that CUDA gets (a library's attention, CUDA graphs for decode) and with the plain one on
 the same device: log-probabilities of greedy tokens must agree within --tolerance up to where the sequences part, which rounding
 may make them do. Then decode tokens/s at batch 1, 8 and 32, with graphs and without, and prefill tokens/s. With
---batch-invariant it also checks that a request alone gives the bits that it gives in the batch. Exit code 0: right; 1: wrong; 2: no
-CUDA.
+--batch-invariant it also checks that a request alone gives the bits that it gives in the batch. Exit code 0: right; 1: wrong; 2:
+no CUDA.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class FixedRowsLinear(Linear):
     def __call__(self, inputs: Tensor) -> Tensor:
         num_rows = inputs.shape[0]
         padded = functional.pad(inputs, (0, 0, 0, -num_rows % FIXED_ROWS))
-        outputs = [functional.linear(part, self._weight, self._bias) for part in padded.split(FIXED_ROWS)]
+        outputs = [functional.linear(part, self._weight, self._bias) for part in torch.split(padded, FIXED_ROWS)]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[:num_rows]
 
 
