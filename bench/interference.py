@@ -5,8 +5,8 @@ python -m bench.interference --json [--vllm VENV]
 Four streams decode without a pause while a prompt of 1,500 tokens arrives every 4 s. Arms: kvrelay with one prefill and one
 decode node, a core each; kvrelay with one node on both cores and chunks of 512 or 128 tokens; with --vllm also vLLM's OpenAI
 server, one process on both cores, with the same chunks. Each round starts every arm's server once, in an order of its own.
-Printed per arm: the median and 99th percentile of the time between tokens of a stream while long prompts come, how many times the one the
-other is, and the time to the first token of the long prompts.
+Printed per arm: the median and 99th percentile of the time between tokens of a stream while long prompts come, how many times the
+one the other is, and the time to the first token of the long prompts.
 """
 
 from __future__ import annotations
