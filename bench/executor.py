@@ -3,8 +3,8 @@
 python -m bench.executor --model smollm2 --json [--vllm VENV]
 
 Decoding: prompts of 256 tokens, 128 greedy tokens each, from the first sampled token on. Prefill: one prompt. Ours and vLLM's
-(offline, in a process of the virtual environment VENV, one process with the same threads) take turns; figures are medians over the
-rounds. Limits are measured in the same run: memory read by a dot product of two arrays, bf16 products by torch's GEMM, both with
+(offline, in a process of the virtual environment VENV, with the same threads) take turns; figures are medians over the rounds.
+Limits are measured in the same run: memory read by a dot product of two arrays, bf16 products by torch's GEMM, both with
 all threads. limit: tokens per second if weights and KV moved at the one rate and products ran at the other, at the same time.
 """
 
@@ -97,7 +97,7 @@ class Executor:
         folder = resolve_model(model.path)
         self.description: ModelDescription = describe_model(folder, model, BLOCK_SIZE)
         pool = KVPoolMemory(self.description.kv_layout, num_tokens // BLOCK_SIZE)
-        self._runner = TorchModelRunner.load(folder, self.description, pool, num_threads, engine=engine)
+        self._runner = TorchModelRunner.load(folder, self.description, pool, num_threads, cpu_kernels=engine.cpu_kernels)
         self._num_steps = 0
 
     def prefill(self, num_tokens: int) -> float:

@@ -19,7 +19,7 @@ OUTPUT_TOKENS = 128
 
 
 class VllmProcess:
-    """Starts at once; the first call waits until the model is loaded. Its answers come through a pipe apart from its own output."""
+    """Waits until the model is loaded. Answers come through a pipe apart from vLLM's own output."""
 
     def __init__(self, venv: Path, model_dir: Path, dtype: str, num_threads: int) -> None:
         read_end, write_end = os.pipe()
@@ -74,7 +74,7 @@ class VllmProcess:
 
 def serve(model_dir: str, dtype: str, answers: IO[str]) -> None:
     """The child: a line in, a measurement out."""
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]  # of the other environment
+    from vllm import LLM, SamplingParams  # of the other environment
 
     llm = LLM(
         model=model_dir,

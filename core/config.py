@@ -74,11 +74,12 @@ class EngineOptions:
     before. speculative_disable_by_batch_size: with more requests running nothing is drafted, since rows then cost more than
     steps. jump_decoding: tokens that a grammar leaves no choice about are appended without sampling them, one step each.
     kv_load_policy: auto loads KV from the store when that is predicted to be faster than computing it, always does not ask.
-    num_threads 0: what torch chooses. device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory
-    through which KV passes between a CUDA device and the store. batch_invariant: on CUDA, only kernels whose bits for a request
-    do not depend on what else is in its batch, which are slower; the CPU's never do. max_loras: LoRA adapters among the requests
-    of one step (0: none are served); max_cpu_loras: adapters kept in memory, beyond which the one used longest ago is dropped, to
-    be read again; max_lora_rank: of one adapter.
+    num_threads 0: what torch chooses. cpu_kernels: native (compiled ones), torch, or auto (native where they can be built).
+    device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory through which KV passes between a CUDA
+    device and the store. batch_invariant: on CUDA, only kernels whose bits for a request do not depend on what else is in its
+    batch, which are slower; the CPU's never do. max_loras: LoRA adapters among the requests of one step (0: none are served);
+    max_cpu_loras: adapters kept in memory, beyond which the one used longest ago is dropped, to be read again; max_lora_rank: of
+    one adapter.
     """
 
     block_size: int = 16
@@ -103,6 +104,7 @@ class EngineOptions:
     jump_decoding: bool = True
     kv_load_policy: str = "auto"
     num_threads: int = 0
+    cpu_kernels: str = "auto"
     device: str = "cpu"
     staging_mib: int = 512
     batch_invariant: bool = False
@@ -124,6 +126,7 @@ class EngineOptions:
             _check(getattr(self, name) > 0, f"engine.{name}", getattr(self, name), "above 0")
         is_device = re.fullmatch("cpu|cuda(:(0|[1-9][0-9]?))?", self.device) is not None
         _check(is_device, "engine.device", self.device, "cpu, cuda or cuda:N")
+        _check(self.cpu_kernels in ("auto", "native", "torch"), "engine.cpu_kernels", self.cpu_kernels, "auto, native or torch")
         most = "at least engine.max_loras"
         _check(
             self.max_cpu_loras >= max(1, self.max_loras), "engine.max_cpu_loras", self.max_cpu_loras, f"{most} ({self.max_loras})"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.model.attention import AttentionBackend, AttentionBatch
-from core.model.attention_library import AttentionLibrary, Lengths
+from core.model.attention_library import AttentionLibrary, Lengths, choose_library, cuda_candidates
 from core.model.attention_torch import TorchAttention
 
 
@@ -143,3 +143,18 @@ class CudaAttention(AttentionBackend):
 
     def _on_device(self, values: Tensor) -> Tensor:
         return values.to(device=self._device, dtype=torch.int32)
+
+
+def make_cuda_attention(
+    is_batch_invariant: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> CudaAttention:
+    """With the best library that this installation and this device have. Raises ConfigError, see choose_library."""
+    candidates = cuda_candidates(is_batch_invariant)
+    library = choose_library(candidates, device, dtype, block_size, num_heads, num_kv_heads, head_dim)
+    return CudaAttention(library, block_size, num_heads, num_kv_heads, device)

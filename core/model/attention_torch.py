@@ -252,8 +252,8 @@ class _OnlineSoftmax(NamedTuple):
         """Merge num_tiles tiles. scores: [num_tiles * batch, rows or more, positions], overwritten; rows beyond ours only fill up
         the product to a multiple of ROW_MULTIPLE. values: [num_tiles * batch, positions, head_dim].
 
-        A tile that is wholly hidden from a row leaves it bit for bit as it was: the maximum is finite from the beginning. Maxima are exact and additions keep their order: tiles that come together leave the
-        bits that one after the other would.
+        A tile that is wholly hidden from a row leaves it bit for bit as it was: the maximum is finite from the beginning.
+        Maxima are exact and additions keep their order: tiles that come together leave the bits that one after the other would.
         """
         batch, num_rows, _ = self.maximum.shape
         weights = scores[:, :num_rows]

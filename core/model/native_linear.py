@@ -21,7 +21,7 @@ class NativeLinear(Linear):
     """A packed weight. `packed` is what other kernels of the extension take; it refers to memory that this object keeps."""
 
     def __init__(self, native: Any, weight: Tensor, bias: Tensor | None = None) -> None:
-        """native: the extension. weight: [num_outputs, num_inputs] of a dtype in NATIVE_DTYPES; num_inputs even. Both are copied."""
+        """native: the extension. weight: [num_outputs, num_inputs], of one of NATIVE_DTYPES; num_inputs is even. It is copied."""
         self.num_outputs, self.num_inputs = weight.shape
         self.dtype = weight.dtype
         self._native = native

@@ -1,7 +1,7 @@
 """The Llama decoder on this project's own CPU kernels (native/src): what llama.py computes, in five calls per layer.
 
-For architectures without peculiarities, in bfloat16 or float32. Rows need no padding: any number gives a row the same bits. Layers
-that an adapter changes are computed in single operations with the same arithmetic, so that other rows keep their bits.
+For architectures without peculiarities, in bfloat16 or float32. Rows need no padding: any number gives a row the same bits.
+Layers that an adapter changes are computed in single operations with the same arithmetic, so that other rows keep their bits.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class NativeLlamaModel:
         """[num_rows, vocab] float32, as accumulated, for hidden states [num_rows, hidden] of any number of rows."""
         head = self._weights.lm_head
         assert isinstance(head, NativeLinear)
-        return head.in_float32(hidden)
+        started = time.perf_counter()
+        logits = head.in_float32(hidden)
+        self._part_seconds["linears"] += time.perf_counter() - started
+        return logits
 
     def take_part_seconds(self) -> dict[str, float]:
         """Seconds of the forward passes by part since the last call."""
@@ -193,34 +196,31 @@ def _packed(linear: Any) -> Any:
 class _Rows:
     """Memory for num_rows rows on their way through a layer, as tensors and as addresses."""
 
-    __slots__ = (
-        *("num_rows", "hidden", "normed", "qkv", "query", "gate_up", "activated"),
-        *("hidden_at", "normed_at", "qkv_at", "query_at", "gate_up_at", "activated_at"),
-    )
+    def __init__(self, hidden: Tensor, normed: Tensor, qkv: Tensor, query: Tensor, gate_up: Tensor, activated: Tensor) -> None:
+        self.num_rows = hidden.shape[0]
+        self.hidden, self.hidden_at = hidden, hidden.data_ptr()
+        self.normed, self.normed_at = normed, normed.data_ptr()
+        self.qkv, self.qkv_at = qkv, qkv.data_ptr()
+        self.query, self.query_at = query, query.data_ptr()
+        self.gate_up, self.gate_up_at = gate_up, gate_up.data_ptr()
+        self.activated, self.activated_at = activated, activated.data_ptr()
 
-    def __init__(self, architecture: ModelArchitecture, dtype: torch.dtype, num_rows: int) -> None:
+    @classmethod
+    def allocate(cls, architecture: ModelArchitecture, dtype: torch.dtype, num_rows: int) -> _Rows:
         heads, kv_heads, head_dim = architecture.num_heads, architecture.num_kv_heads, architecture.head_dim
-        self.num_rows = num_rows
-        self.hidden = torch.empty(num_rows, architecture.hidden_size, dtype=dtype)
-        self.normed = torch.empty(num_rows, architecture.hidden_size, dtype=dtype)
-        self.qkv = torch.empty(num_rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-        self.query = torch.empty(num_rows, heads, head_dim, dtype=dtype)
-        self.gate_up = torch.empty(num_rows, 2 * architecture.intermediate_size, dtype=dtype)
-        self.activated = torch.empty(num_rows, architecture.intermediate_size, dtype=dtype)
-        self._find_addresses()
+        return cls(
+            hidden=torch.empty(num_rows, architecture.hidden_size, dtype=dtype),
+            normed=torch.empty(num_rows, architecture.hidden_size, dtype=dtype),
+            qkv=torch.empty(num_rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype),
+            query=torch.empty(num_rows, heads, head_dim, dtype=dtype),
+            gate_up=torch.empty(num_rows, 2 * architecture.intermediate_size, dtype=dtype),
+            activated=torch.empty(num_rows, architecture.intermediate_size, dtype=dtype),
+        )
 
     def first(self, num_rows: int) -> _Rows:
         """The first rows of this memory."""
-        part = object.__new__(_Rows)
-        part.num_rows = num_rows
-        for name in ("hidden", "normed", "qkv", "query", "gate_up", "activated"):
-            setattr(part, name, getattr(self, name)[:num_rows])
-        part._find_addresses()
-        return part
-
-    def _find_addresses(self) -> None:
-        for name in ("hidden", "normed", "qkv", "query", "gate_up", "activated"):
-            setattr(self, f"{name}_at", getattr(self, name).data_ptr())
+        every = (self.hidden, self.normed, self.qkv, self.query, self.gate_up, self.activated)
+        return _Rows(*(part[:num_rows] for part in every))
 
 
 class _Workspace:
@@ -228,13 +228,13 @@ class _Workspace:
 
     def __init__(self, architecture: ModelArchitecture, dtype: torch.dtype) -> None:
         self._architecture, self._dtype = architecture, dtype
-        self._all = _Rows(architecture, dtype, 64)
+        self._all = _Rows.allocate(architecture, dtype, 64)
         self._last = self._all
 
     def take(self, num_rows: int) -> _Rows:
         """Of num_rows rows, uninitialized; whoever had the last ones loses them."""
         if num_rows > self._all.num_rows:
-            self._all = _Rows(self._architecture, self._dtype, max(num_rows, 2 * self._all.num_rows))
+            self._all = _Rows.allocate(self._architecture, self._dtype, max(num_rows, 2 * self._all.num_rows))
         if self._last.num_rows != num_rows or self._last.hidden_at != self._all.hidden_at:
             self._last = self._all.first(num_rows)
         return self._last

@@ -20,18 +20,21 @@ from core.errors import ConfigError
 from core.kv.pool_memory import KVPoolMemory
 from core.model.adapter_store import TorchAdapterStore
 from core.model.attention import AttentionBackend, AttentionBatch
-from core.model.attention_cuda import CudaAttention, DecodeBuffers
-from core.model.attention_library import choose_library, cuda_candidates
+from core.model.attention_cuda import CudaAttention, DecodeBuffers, make_cuda_attention
+from core.model.attention_native import NativeAttention
 from core.model.attention_torch import TorchAttention
 from core.model.cuda_graphs import DecodeBatch, DecodeGraphs, Record, padded_batch_sizes
 from core.model.description import ModelDescription
 from core.model.device_pool import DevicePool, memory_of
+from core.model.kernels import choose_native
 from core.model.linear import make_torch_linear, padded_num_rows
 from core.model.linear_fixed_rows import make_fixed_rows_linear
 from core.model.llama import LlamaModel
 from core.model.logit_adjustments import apply_token_masks
 from core.model.logprobs import LOGPROB_CHUNK_ROWS, token_logprobs
 from core.model.lora import AdapterLayers, AdapterRows
+from core.model.native_linear import native_linear_maker
+from core.model.native_llama import NativeLlamaModel, is_native
 from core.model.rotary import RotaryEmbedding
 from core.model.sampled_row import SampledRow, TokenCounts
 from core.model.sampler import Sampler, is_plain
@@ -122,7 +125,7 @@ class TorchModelRunner:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: LlamaModel | NativeLlamaModel,
         attention: AttentionBackend,
         sampler: Sampler,
         pool: KVPoolMemory | DevicePool,
@@ -151,10 +154,11 @@ class TorchModelRunner:
         cascade: CascadeRule | None = None,
         max_lora_rank: int = 64,
         is_batch_invariant: bool = False,
+        cpu_kernels: str = "auto",
     ) -> TorchModelRunner:
         """Load the weights of `model_dir` for a pool of description.kv_layout, to its device. num_threads 0: what torch chooses.
-        cascade: when requests that share blocks read them together; None: where that was measured to pay.
-        is_batch_invariant: also on CUDA, by slower kernels.
+        cascade: when requests that share blocks read them together (plain torch only); None: where that was measured to pay.
+        is_batch_invariant: also on CUDA, by slower kernels. cpu_kernels: see EngineOptions.
 
         The number of threads is the process's (torch has one setting). Raises ModelLoadError, or ConfigError if the pool
         has another layout.
@@ -163,20 +167,30 @@ class TorchModelRunner:
             raise ConfigError("pool.layout", pool.layout, str(description.kv_layout))
         if num_threads:
             torch.set_num_threads(num_threads)
-        architecture, device = description.architecture, memory_of(pool).device
-        dtype, heads = TORCH_DTYPES[pool.layout.dtype], (architecture.num_heads, architecture.num_kv_heads)
-        is_on_cuda = device.type == "cuda"
-        make_linear = make_fixed_rows_linear if is_on_cuda and is_batch_invariant else make_torch_linear
+        architecture, device, dtype = description.architecture, memory_of(pool).device, TORCH_DTYPES[pool.layout.dtype]
+        native = choose_native(cpu_kernels, device, dtype)
+        make_linear = make_torch_linear if native is None else native_linear_maker(native)
+        if device.type == "cuda" and is_batch_invariant:
+            make_linear = make_fixed_rows_linear
         weights = load_llama_weights(model_dir, architecture, dtype, device, make_linear)
         rotary = RotaryEmbedding(architecture, description.max_model_len, device)
+        model: LlamaModel | NativeLlamaModel
         attention: AttentionBackend
-        if is_on_cuda:
-            candidates = cuda_candidates(is_batch_invariant)
-            library = choose_library(candidates, device, dtype, pool.layout.block_size, *heads, architecture.head_dim)
-            attention = CudaAttention(library, pool.layout.block_size, *heads, device)
+        block_size, heads, kv_heads = pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads
+        if device.type == "cuda":
+            attention = make_cuda_attention(is_batch_invariant, device, dtype, block_size, heads, kv_heads, architecture.head_dim)
+            model = LlamaModel(architecture, weights, rotary, attention)
+        elif native is None or architecture.head_dim % 2:
+            attention = TorchAttention(block_size, heads, kv_heads, device, cascade)
+            model = LlamaModel(architecture, weights, rotary, attention)
         else:
-            attention = TorchAttention(pool.layout.block_size, *heads, device, cascade)
-        model = LlamaModel(architecture, weights, rotary, attention)
+            attention = NativeAttention(native, pool.layout.block_size)
+            is_whole = is_native(architecture, weights)
+            model = (
+                NativeLlamaModel(native, architecture, weights, rotary, attention)
+                if is_whole
+                else LlamaModel(architecture, weights, rotary, attention)
+            )
         adapters = TorchAdapterStore(architecture, dtype, device, max_lora_rank)
         return cls(model, attention, Sampler(description.eos_token_ids), pool, adapters)
 

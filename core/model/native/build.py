@@ -1,7 +1,7 @@
 """Compiles the CPU kernels (src/*.cpp) with torch's extension builder at first use, and keeps the result in the cache folder.
 
-load_native() is what the model room calls. The compiler runs in a child process (python -m core.model.native.build), so that one that
-is killed or fails leaves nothing half done: a finished library is moved to its place by one rename.
+load_native() is what the model room calls. The compiler runs in a child process (python -m core.model.native.build), so that one
+that is killed or fails leaves nothing half done: a finished library is moved to its place by one rename.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 
 #include <cstdint>
 
-#include "simd.h"
+#include "tile.h"
 
 namespace kvrelay {
-
-constexpr int PANEL = 32;  // output columns that are computed together
 
 // A weight [num_outputs, num_inputs] of T as panels of 32 outputs, so that one load has neighbouring columns of one input:
 // float [panels][num_inputs][32]; bf16 [panels][num_inputs / 2][32][2], pairs of inputs side by side, which is the operand order of

@@ -93,15 +93,24 @@ inline vfloat rounded_to<bf16>(vfloat value) {
 
 // Lanes are added pairwise in one fixed order.
 inline float sum_lanes(vfloat value) {
-    float lanes[LANES];
-    store(lanes, value);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    return lanes[0];
+    value += __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    value += __builtin_shufflevector(value, value, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    value += __builtin_shufflevector(value, value, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    return value[0] + value[1];
 }
 
 inline vfloat select(vint condition, vfloat yes, vfloat no) {
     return reinterpret_cast<vfloat>((reinterpret_cast<vint>(yes) & condition) | (reinterpret_cast<vint>(no) & ~condition));
+}
+
+inline float highest_lane(vfloat value) {
+    vfloat other = __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    value = select(other > value, other, value);
+    other = __builtin_shufflevector(value, value, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    value = select(other > value, other, value);
+    other = __builtin_shufflevector(value, value, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    value = select(other > value, other, value);
+    return value[0] > value[1] ? value[0] : value[1];
 }
 
 // e**x to about 1 ulp: 2**n times a polynomial on [-ln2/2, ln2/2] (Taylor's terms to the seventh power). Below -87 it is 0, and
@@ -126,6 +135,25 @@ inline vfloat exp_lanes(vfloat x) {
     const vfloat second = reinterpret_cast<vfloat>((exponent - half + 127) << 23);
     const vfloat result = p * first * second;
     return select(x < -87.0f, splat(0.0f), select(x != x, x, result));
+}
+
+// The same for x of at most 0, or NaN: fewer steps.
+inline vfloat exp_of_negative(vfloat x) {
+    const vfloat clamped = select(x < -87.0f, splat(-87.0f), x);
+    const vfloat magic = splat(12582912.0f);
+    const vfloat shifted = clamped * 1.44269504088896341f + magic;
+    const vfloat n = shifted - magic;
+    const vfloat r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+    vfloat p = splat(1.0f / 720);
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    // The low bits of `shifted` are n: moved into the exponent, they scale p.
+    const vint scaled = reinterpret_cast<vint>(p) + (reinterpret_cast<vint>(shifted) << 23);
+    return select(x < -87.0f, splat(0.0f), reinterpret_cast<vfloat>(scaled));
 }
 
 }  // namespace kvrelay

@@ -3,6 +3,7 @@ formula."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class Pool:
             query, key, value, self.key_cache, self.value_cache, shape.scale, shape.sliding_window, shape.soft_cap
         )
         assert not output[starts[-1] :].any(), "padding rows are zero"
-        return [output[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+        return [output[start:end] for start, end in itertools.pairwise(starts)]
 
     def compute_alone(self, backend: AttentionBackend, sequence: Rows, chunk: int) -> Tensor:
         """All of a sequence's rows, in chunks."""

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from core.model.attention import AttentionBackend
+from core.model.attention_native import NativeAttention
 from core.model.attention_torch import TorchAttention
+from core.model.native.build import load_native
+from core.model.native_linear import NATIVE_DTYPES
 from tests.unit.core.model.attention_steps import Pool, Shape, exact_attention, same_bits
 
 SHAPES = {
@@ -29,12 +32,23 @@ def _torch_attention(shape: Shape) -> AttentionBackend:
     return TorchAttention(shape.block_size, shape.num_heads, shape.num_kv_heads)
 
 
-BACKENDS: dict[str, MakeBackend] = {"torch": _torch_attention}
+def _native_attention(shape: Shape) -> AttentionBackend:
+    native = load_native()
+    assert native is not None, "these tests need a C++ compiler"
+    return NativeAttention(native, shape.block_size)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("backend", BACKENDS)
+BACKENDS: dict[str, MakeBackend] = {"torch": _torch_attention, "native": _native_attention}
+CASES = [
+    pytest.param(backend, shape, dtype, id=f"{backend}-{shape}-{dtype}")
+    for backend in BACKENDS
+    for shape in SHAPES
+    for dtype in TOLERANCE
+    if backend == "torch" or dtype in NATIVE_DTYPES
+]
+
+
+@pytest.mark.parametrize(("backend", "shape", "dtype"), CASES)
 def test_attention_as_the_formula(backend: str, shape: str, dtype: torch.dtype) -> None:
     pool = Pool(SHAPES[shape], dtype)
     attention = BACKENDS[backend](SHAPES[shape])
@@ -45,9 +59,7 @@ def test_attention_as_the_formula(backend: str, shape: str, dtype: torch.dtype) 
         torch.testing.assert_close(found.double(), exact_attention(rows, SHAPES[shape]), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "shape", "dtype"), CASES)
 def test_attention_any_batch_chunks_blocks_and_threads_same_bits(backend: str, shape: str, dtype: torch.dtype) -> None:
     rng = random.Random(shape)
     lengths = [1, 40, 64, 65, 300, 513, 620]

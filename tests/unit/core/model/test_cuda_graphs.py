@@ -99,12 +99,12 @@ class CudaDriver(Driver):
     """The same model behind the CUDA backend with a reference library, its decodes recorded by a fake."""
 
     def __init__(self, folder: Path, *, is_paged: bool, seed: int = 0) -> None:
-        super().__init__(folder, seed=seed)
+        super().__init__(folder, seed=seed, cpu_kernels="torch")
         self.recorder = FakeRecorder()
         description = self.description
         heads = (description.architecture.num_heads, description.architecture.num_kv_heads)
         attention = CudaAttention(make_reference_library(is_paged=is_paged), BLOCK_SIZE, *heads, CPU)
-        loaded = TorchModelRunner.load(folder, description, self.pool, 0)
+        loaded = TorchModelRunner.load(folder, description, self.pool, 0, cpu_kernels="torch")
         loaded._model._attention = attention
         self.runner = TorchModelRunner(loaded._model, attention, loaded._sampler, self.pool, loaded.adapters)
         self.runner.use_decode_graphs(self.recorder, 12, description.max_model_len)
@@ -115,7 +115,7 @@ def test_runner_with_decode_graphs_gives_the_tokens_of_the_plain_one(tmp_path: P
     save_llama(tmp_path)
     sampled = SamplingParams(seed=5, top_p=0.9, max_tokens=100, logprobs=2)
     outputs = []
-    drivers = [Driver(tmp_path, seed=1), CudaDriver(tmp_path, is_paged=is_paged, seed=2)]
+    drivers = [Driver(tmp_path, seed=1, cpu_kernels="torch"), CudaDriver(tmp_path, is_paged=is_paged, seed=2)]
     for driver in drivers:
         rng = random.Random(7)
         requests = [driver.add(f"r{i}", random_prompt(20 + 9 * i, seed=i), sampled if i % 3 else GREEDY) for i in range(10)]
