@@ -94,10 +94,11 @@ class EngineOptions:
     steps. jump_decoding: tokens that a grammar leaves no choice about are appended without sampling them, one step each.
     kv_load_policy: auto loads KV from the store when that is predicted to be faster than computing it, always does not ask.
     num_threads 0: what torch chooses. cpu_kernels: native (compiled ones), torch, or auto (native where they can be built).
-    device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory
-    through which KV passes between a CUDA device and the store. max_loras: LoRA adapters among the requests of one step (0: none
-    are served); max_cpu_loras: adapters kept in memory, beyond which the one used longest ago is dropped, to be read again;
-    max_lora_rank: of one adapter.
+    device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory through which KV passes between a CUDA
+    device and the store. batch_invariant: on CUDA, only kernels whose bits for a request do not depend on what else is in its
+    batch, which are slower; the CPU's never do. max_loras: LoRA adapters among the requests of one step (0: none are served);
+    max_cpu_loras: adapters kept in memory, beyond which the one used longest ago is dropped, to be read again; max_lora_rank: of
+    one adapter.
     """
 
     block_size: int = 16
@@ -125,6 +126,7 @@ class EngineOptions:
     cpu_kernels: str = "auto"
     device: str = "cpu"
     staging_mib: int = 512
+    batch_invariant: bool = False
     max_loras: int = 4
     max_cpu_loras: int = 16
     max_lora_rank: int = 64

@@ -9,12 +9,14 @@ import torch
 
 from core.model.architecture import TRANSFORMERS_FAMILY
 from core.model.attention import AttentionBackend
+from core.model.attention_cuda import make_cuda_attention
 from core.model.attention_native import NativeAttention
 from core.model.attention_torch import TorchAttention
 from core.model.decoder import DecoderModel
 from core.model.description import ModelDescription
 from core.model.kv_format import kv_format_of
 from core.model.linear import make_torch_linear
+from core.model.linear_fixed_rows import make_fixed_rows_linear
 from core.model.llama import LlamaModel
 from core.model.native_linear import native_linear_maker
 from core.model.native_llama import NativeLlamaModel, is_native
@@ -31,16 +33,20 @@ def load_decoder(
     device: torch.device,
     native: Any,
     cascade: CascadeRule | None,
+    is_batch_invariant: bool = False,
 ) -> tuple[DecoderModel, AttentionBackend]:
     """With weights of `dtype` on `device`, and the attention that it was made with. native: the compiled extension, or None.
+    is_batch_invariant: also on CUDA, by slower kernels.
 
     Raises ModelLoadError.
     """
     architecture, block_size = description.architecture, description.kv_layout.block_size
+    heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
     attention: AttentionBackend
     is_kv_native = description.kv_layout.dtype == description.dtype
-    if native is None or architecture.head_dim % 2 or not is_kv_native:
-        heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+    if device.type == "cuda" and is_kv_native:
+        attention = make_cuda_attention(is_batch_invariant, device, dtype, block_size, heads, kv_heads, architecture.head_dim)
+    elif native is None or architecture.head_dim % 2 or not is_kv_native:
         attention = TorchAttention(block_size, heads, kv_heads, device, cascade, kv_format_of(description.kv_layout))
     else:
         attention = NativeAttention(native, block_size)
@@ -53,6 +59,8 @@ def load_decoder(
         check_model(model, architecture, attention, block_size, dtype, device)
         return model, attention
     make_linear = make_torch_linear if native is None else native_linear_maker(native)
+    if device.type == "cuda" and is_batch_invariant:
+        make_linear = make_fixed_rows_linear
     make_linear = quantizing_linears(description.quantization, dtype, device, make_linear)
     weights = load_llama_weights(model_dir, architecture, dtype, device, make_linear)
     rotary = RotaryEmbedding(architecture, description.max_model_len, device)

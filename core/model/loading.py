@@ -20,6 +20,7 @@ from core.kv.device_copies import OpenCopies
 from core.kv.hashing import Namespace
 from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
+from core.model.cuda_graphs import CudaRecorder
 from core.model.description import describe_model
 from core.model.device_pool import DevicePool, find_device
 from core.model.kernels import choose_native, kernel_class
@@ -63,8 +64,11 @@ def load_model(model: ModelOptions, engine: EngineOptions) -> LoadedModel:
             pool,
             engine.num_threads,
             max_lora_rank=engine.max_lora_rank,
+            is_batch_invariant=engine.batch_invariant,
             cpu_kernels=engine.cpu_kernels,
         )
+        if device.type == "cuda":
+            runner.use_decode_graphs(CudaRecorder(device), engine.max_num_seqs, description.max_model_len)
     except torch.OutOfMemoryError as error:
         pool_mib = num_blocks * layout.block_stride_bytes // MIB
         raise ConfigError("engine.kv_pool_mib", pool_mib, f"a pool that fits on {device} beside the weights") from error
