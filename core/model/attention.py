@@ -50,6 +50,7 @@ class AttentionBackend(ABC):
         query: [num_rows, num_heads, head_dim]; key, value: [num_rows, num_kv_heads, head_dim], all of the pool's dtype, positions
         already applied. num_rows may exceed num_tokens: the rest is padding, which is neither written nor
         attended. key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] views of the pool, strided by
-        block. Query head h reads KV head h // (num_heads // num_kv_heads). scale multiplies the scores. Returns
-        [num_rows, num_heads, head_dim] of query's dtype; padding rows are zero.
+        block and, where other processes have the other heads, by token. Query head h reads KV head h // (num_heads //
+        num_kv_heads). scale multiplies the scores. Returns [num_rows, num_heads, head_dim] of query's dtype; padding rows are
+        zero.
         """

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from core.errors import ConfigError
+from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
 from core.model.adapter_store import TorchAdapterStore
 from core.model.attention import AttentionBackend, AttentionBatch
 from core.model.attention_torch import TorchAttention
-from core.model.description import ModelDescription
+from core.model.description import ModelArchitecture, ModelDescription
 from core.model.device_pool import DevicePool, memory_of
-from core.model.linear import padded_num_rows
+from core.model.linear import MakeLinear, make_torch_linear, padded_num_rows
 from core.model.llama import LlamaModel
 from core.model.lora import AdapterLayers, AdapterRows
 from core.model.rotary import RotaryEmbedding
@@ -108,6 +109,19 @@ class _Scheduled:
         return np.concatenate((known, self.drafts)) if self.drafts else known
 
 
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """What one process computes of a model, and how.
+
+    architecture: of the part. make_linear: of the whole model's projections, makes the part's. kv_heads: of the pool's; None: all.
+    """
+
+    architecture: ModelArchitecture
+    make_linear: MakeLinear
+    sampler: Sampler
+    kv_heads: slice | None = None
+
+
 class TorchModelRunner:
     """core.step.ModelRunner in torch: the model on the pool's device, batches and sampling on the host."""
 
@@ -118,13 +132,15 @@ class TorchModelRunner:
         sampler: Sampler,
         pool: KVPoolMemory | DevicePool,
         adapters: TorchAdapterStore,
+        kv_heads: slice | None = None,
     ) -> None:
+        """kv_heads: those of the pool's that this runner computes; None: all of them."""
         self.adapters = adapters
         self._model = model
         self._attention = attention
         self._sampler = sampler
         self._block_size = pool.layout.block_size
-        self._kv_caches = kv_cache_views(pool)
+        self._kv_caches = kv_cache_views(pool, kv_heads or slice(None))
         self._device = memory_of(pool).device
         self._num_threads = torch.get_num_threads()
         self._requests: dict[str, _RequestState] = {}
@@ -138,9 +154,11 @@ class TorchModelRunner:
         num_threads: int = 0,
         cascade: CascadeRule | None = None,
         max_lora_rank: int = 64,
+        part: ModelPart | None = None,
     ) -> TorchModelRunner:
         """Load the weights of `model_dir` for a pool of description.kv_layout, to its device. num_threads 0: what torch chooses.
-        cascade: when requests that share blocks read them together; None: where that was measured to pay.
+        cascade: when requests that share blocks read them together; None: where that was measured to pay. part: what of the
+        model this process computes; None: all of it.
 
         The number of threads is the process's (torch has one setting). Raises ModelLoadError, or ConfigError if the pool
         has another layout.
@@ -150,12 +168,15 @@ class TorchModelRunner:
         if num_threads:
             torch.set_num_threads(num_threads)
         architecture, device = description.architecture, memory_of(pool).device
-        weights = load_llama_weights(model_dir, architecture, TORCH_DTYPES[pool.layout.dtype], device)
+        part = part or ModelPart(architecture, make_torch_linear, Sampler(description.eos_token_ids))
+        dtype = TORCH_DTYPES[pool.layout.dtype]
+        weights = load_llama_weights(model_dir, architecture, dtype, device, part.make_linear)
+        architecture = part.architecture
         rotary = RotaryEmbedding(architecture, description.max_model_len, device)
         attention = TorchAttention(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads, device, cascade)
         model = LlamaModel(architecture, weights, rotary, attention)
-        adapters = TorchAdapterStore(architecture, TORCH_DTYPES[pool.layout.dtype], device, max_lora_rank)
-        return cls(model, attention, Sampler(description.eos_token_ids), pool, adapters)
+        adapters = TorchAdapterStore(architecture, dtype, device, max_lora_rank)
+        return cls(model, attention, part.sampler, pool, adapters, part.kv_heads)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See core.step.ModelRunner. A plan that does not fit what the runner holds is a bug of the scheduler and asserts."""
@@ -306,14 +327,18 @@ def _logprobs(scheduled: list[_Scheduled], sampled: list[list[int]], logits: Ten
     return {request_id: list(itertools.islice(found, num_tokens)) for request_id, num_tokens in asking}
 
 
-def kv_cache_views(pool: KVPoolMemory | DevicePool) -> list[tuple[Tensor, Tensor]]:
-    """Per layer the K and V of the pool, [num_blocks, block_size, num_kv_heads, head_dim], sharing its memory."""
-    layout = pool.layout
-    flat = memory_of(pool).view(-1).view(TORCH_DTYPES[layout.dtype])
+def kv_cache_views(pool: KVPoolMemory | DevicePool, kv_heads: slice = slice(None)) -> list[tuple[Tensor, Tensor]]:
+    """Per layer the K and V of the pool, [num_blocks, block_size, num_kv_heads, head_dim], sharing its memory; of some heads."""
+    blocks = blocks_view(memory_of(pool), pool.layout)[..., kv_heads, :]
+    return [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(pool.layout.num_layers)]
+
+
+def blocks_view(memory: Tensor, layout: KVLayout) -> Tensor:
+    """memory, [num_blocks, block_stride_bytes] uint8, as [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
+    flat = memory.view(-1).view(TORCH_DTYPES[layout.dtype])
     token_stride = layout.num_kv_heads * layout.head_dim
     kv_stride = layout.block_size * token_stride
-    blocks = flat.as_strided(
-        (pool.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim),
+    return flat.as_strided(
+        (memory.shape[0], layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim),
         (layout.block_stride_bytes // flat.element_size(), 2 * kv_stride, kv_stride, token_stride, layout.head_dim, 1),
     )
-    return [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(layout.num_layers)]

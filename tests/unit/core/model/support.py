@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.adapter_files import read_adapter
-from core.config import ModelOptions
+from core.config import EngineOptions, ModelOptions
 from core.kv.pool_memory import KVPoolMemory
 from core.model.description import ModelDescription, describe_model
+from core.model.parallel import ParallelRunner
+from core.model.parallel_loading import load_parallel
 from core.model.runner import TorchModelRunner, kv_cache_views
 from core.sampling_params import SamplingParams
 from core.step import AdapterLoad, NewRequest, StepPlan, StepResult, TokenLogprob
@@ -72,10 +75,20 @@ class Request:
 class Driver:
     """A scheduler's stand-in: blocks in random order, any number of tokens per request and step."""
 
-    def __init__(self, folder: Path, dtype: str = "float32", num_blocks: int = 256, seed: int = 0) -> None:
+    def __init__(
+        self, folder: Path, dtype: str = "float32", num_blocks: int = 256, seed: int = 0, num_ranks: int = 1, **options: Any
+    ) -> None:
+        """num_ranks: with more than one, close() ends the other processes. options: of the engine and load_parallel."""
         self.description: ModelDescription = describe_model(folder, ModelOptions(dtype=dtype), BLOCK_SIZE)
-        self.pool = KVPoolMemory(self.description.kv_layout, num_blocks)
-        self.runner = TorchModelRunner.load(folder, self.description, self.pool, 0)
+        self.runner: TorchModelRunner | ParallelRunner
+        if num_ranks == 1:
+            self.pool = KVPoolMemory(self.description.kv_layout, num_blocks)
+            self.runner = TorchModelRunner.load(folder, self.description, self.pool, 0)
+        else:
+            on_lost = options.pop("on_lost", pytest.fail)
+            engine = EngineOptions(tensor_parallel_size=num_ranks, num_threads=1, **options)
+            parallel = load_parallel(folder, self.description, engine, num_blocks, on_lost=on_lost)
+            self.pool, self.runner = parallel.connector_memory, parallel.runner
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
         self._step_id = 0
@@ -87,6 +100,11 @@ class Driver:
         for key_cache, value_cache in kv_cache_views(self.pool):
             key_cache.fill_(float("nan"))
             value_cache.fill_(float("nan"))
+
+    def close(self) -> None:
+        """End what other processes there are."""
+        if isinstance(self.runner, ParallelRunner):
+            self.runner.close()
 
     def add(self, request_id: str, prompt: list[int], sampling: SamplingParams = GREEDY, adapter: str = "") -> Request:
         return Request(request_id, list(prompt), len(prompt), sampling, adapter=adapter)
