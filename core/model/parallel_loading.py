@@ -63,7 +63,7 @@ def load_parallel(
         exchange_fd = open_memory_file("kvrelay-exchange", 0 if is_on_cuda else exchange_bytes(num_ranks))
     except OSError as error:
         raise ConfigError("engine.tensor_parallel_size", num_ranks, f"1, or memory that processes share ({error})") from error
-    sockets = _connect_pairwise(num_ranks)
+    sockets = connect_pairwise(num_ranks)
     setups = [
         RankSetup(
             rank=rank,
@@ -152,7 +152,7 @@ def _devices_of(device: str, num_ranks: int) -> list[str]:
     return names
 
 
-def _connect_pairwise(num_ranks: int) -> list[list[socket.socket | None]]:
+def connect_pairwise(num_ranks: int) -> list[list[socket.socket | None]]:
     """A socket for every rank (first index) and every other one (second); None for itself. Messages keep their bounds."""
     sockets: list[list[socket.socket | None]] = [[None] * num_ranks for _ in range(num_ranks)]
     for rank in range(num_ranks):

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         _logger.error("%s", error)
         return 1
     except (KVRelayError, torch.OutOfMemoryError) as error:
-        channel.send(RankReady(error=str(error)))
+        channel.send(RankReady(error=f"rank {setup.rank}: {error}"))
         return 1
     return 0
 

@@ -113,7 +113,8 @@ class _Scheduled:
 class ModelPart:
     """What one process computes of a model, and how.
 
-    architecture: of the part. make_linear: of the whole model's projections, makes the part's. kv_heads: of the pool's; None: all.
+    architecture: of the part. make_linear: given the whole model's projections, makes the part's. kv_heads: of the pool's; None:
+    all.
     """
 
     architecture: ModelArchitecture

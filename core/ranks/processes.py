@@ -85,7 +85,8 @@ class RankProcesses:
         self._timeout_s = timeout_s
         self._on_lost = on_lost
         self._is_closing = False
-        self._lost_lock = threading.Lock()
+        self._is_serving = False
+        self._state_lock = threading.Lock()
         self._lost = threading.Event()
         self._children = [_Child(setup) for setup in setups]
         atexit.register(self.close)
@@ -106,16 +107,15 @@ class RankProcesses:
     def wait_ready(self) -> None:
         """Until all have loaded their share. Raises ModelLoadError with a rank's reason, or how it ended."""
         for child in self._children:
-            while True:
-                try:
-                    ready = child.news.get(timeout=0.2)
-                    break
-                except queue.Empty:
-                    if child.process.poll() is not None:
-                        raise ModelLoadError(f"{child.describe_end()} while loading") from None
+            ready = child.news.get()
             assert isinstance(ready, RankReady), ready
             if ready.error:
-                raise ModelLoadError(f"rank {child.rank}: {ready.error}")
+                raise ModelLoadError(ready.error)
+        with self._state_lock:
+            self._is_serving = True
+        for child in self._children:
+            if child.process.poll() is not None:
+                raise ModelLoadError(f"{child.describe_end()} while others were loading")
 
     def send(self, message: msgspec.Struct) -> None:
         """To all ranks, in the order of calls. Raises RankLostError."""
@@ -155,8 +155,7 @@ class RankProcesses:
             try:
                 message = child.channel.receive()
             except RankLostError:
-                if not self._is_closing:
-                    self._lose(child.describe_end())
+                self._on_end(child)
                 return
             if isinstance(message, CopyDone):
                 assert self.on_copy_done is not None, "copies are answered to whoever asked for them"
@@ -164,8 +163,18 @@ class RankProcesses:
             else:
                 child.news.put(message)
 
+    def _on_end(self, child: _Child) -> None:
+        """Of a rank: while it loads that is the start's error, later the node's end."""
+        why = child.describe_end()
+        with self._state_lock:
+            is_serving = self._is_serving
+            if not is_serving:
+                child.news.put(RankReady(error=f"{why} while loading"))
+        if is_serving:
+            self._lose(why)
+
     def _lose(self, why: str) -> None:
-        with self._lost_lock:
+        with self._state_lock:
             is_first = not self._lost.is_set() and not self._is_closing
             self._lost.set()
         if is_first:

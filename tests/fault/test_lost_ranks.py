@@ -1,0 +1,143 @@
+"""A node of several processes that loses one, or whose own process is killed: all of them end, and nothing else suffers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from core.errors import ModelLoadError, RankLostError
+from core.ranks.messages import RankSetup
+from core.ranks.processes import MODULE, RankProcesses
+from tests.e2e.prompts import MODEL, token_prompts
+from tests.support.cluster import Cluster, ClusterSpec
+from tests.unit.core.model.support import Driver, random_prompt, save_llama
+
+DEADLINE_S = 60.0
+PROMPT = token_prompts()[11]  # 100 tokens, 6 blocks
+TWO_RANKS = ("--tensor-parallel-size", "2")
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {DEADLINE_S:.0f} s until {what}"
+        time.sleep(0.02)
+
+
+def rank_pids(node_pid: int) -> list[int]:
+    """Of the other ranks of a node."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == node_pid and MODULE.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except (OSError, ValueError):  # no process, or one that has ended since
+            continue
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def complete(cluster: Cluster, salt: str) -> list[int]:
+    answer = cluster.client.complete(PROMPT, max_tokens=8, ignore_eos=True, return_token_ids=True, cache_salt=salt)
+    token_ids: list[int] = answer["choices"][0]["token_ids"]
+    return token_ids
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A decode node of one rank; tests add a prefill node of two."""
+    spec = ClusterSpec(
+        model=MODEL,
+        prefill=0,
+        engine={"kv_pool_mib": 400, "max_num_batched_tokens": 128, "kv_load_policy": "always"},
+        router={"heartbeat_timeout_s": 2.0},
+    )
+    with Cluster(spec) as started:
+        yield started
+
+
+@pytest.fixture
+def node(cluster: Cluster) -> Iterator[str]:
+    """A prefill node of two ranks, gone afterwards."""
+    name = cluster.start_node("prefill", *TWO_RANKS)
+    yield name
+    if name in cluster.children:
+        assert cluster.stop_node(name) == 0
+
+
+def test_rank_killed_ends_its_node_and_requests_go_on_elsewhere(cluster: Cluster, node: str) -> None:
+    expected = complete(cluster, "before")
+    hits = cluster.client.metric("kvrelay_external_prefix_cache_hits_total", role="decode")
+    assert hits == len(PROMPT) // 16 * 16  # two ranks have computed them, one has read them
+    process = cluster.children[node]
+    (rank,) = rank_pids(process.pid)
+    os.kill(rank, signal.SIGKILL)
+    assert process.wait(DEADLINE_S) and process.poll_exit_code() == 1
+    del cluster.children[node]
+    assert f"rank 1 (process {rank}) ended by SIGKILL" in cluster.log(node)
+    cluster.wait_until(lambda: cluster.client.node_status(node) != "up", "the node is missed")
+    assert complete(cluster, "after") == expected
+    cluster.wait_clean()
+
+
+def test_node_killed_takes_its_ranks_along(cluster: Cluster, node: str) -> None:
+    process = cluster.children.pop(node)
+    ranks = rank_pids(process.pid)
+    assert len(ranks) == 1
+    process.send(signal.SIGKILL)  # to itself alone
+    assert process.wait(DEADLINE_S)
+    wait_until(lambda: not any(is_running(rank) for rank in ranks), "no rank is left")
+
+
+def test_rank_hung_is_lost_after_the_timeout(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    lost: list[str] = []
+    driver = Driver(tmp_path, num_ranks=2, rank_timeout_s=0.5, on_lost=lost.append)
+    (rank,) = rank_pids(os.getpid())
+    try:
+        os.kill(rank, signal.SIGSTOP)
+        with pytest.raises(RankLostError, match="rank 1 has not answered"):
+            driver.step([(driver.add("request", random_prompt(20, seed=1)), 20)])
+        assert len(lost) == 1 and "rank 1 has not answered for" in lost[0]
+    finally:
+        os.kill(rank, signal.SIGCONT)
+        driver.close()
+    assert not is_running(rank)
+
+
+def test_rank_that_ends_while_loading_is_an_error_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_llama(tmp_path)
+    lost: list[str] = []
+    monkeypatch.setattr("core.ranks.processes.MODULE", "core.model.no_such_module")
+    with pytest.raises(ModelLoadError, match=r"rank 1 \(process \d+\) ended with exit code 1 while loading"):
+        Driver(tmp_path, num_ranks=2, on_lost=lost.append)
+    assert not lost
+
+
+def test_rank_that_cannot_load_says_why_and_no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_llama(tmp_path)
+    lost: list[str] = []
+
+    def start_elsewhere(setups: Sequence[RankSetup], *arguments: Any) -> RankProcesses:
+        return RankProcesses([msgspec.structs.replace(setup, model_dir=str(tmp_path / "gone")) for setup in setups], *arguments)
+
+    monkeypatch.setattr("core.model.parallel_loading.RankProcesses", start_elsewhere)
+    with pytest.raises(ModelLoadError, match=r"rank 1: .*gone"):
+        Driver(tmp_path, num_ranks=2, on_lost=lost.append)
+    assert not lost and not rank_pids(os.getpid())
