@@ -43,15 +43,13 @@ class Exchange(ABC):
 
     def sum(self, partial: Tensor) -> Tensor:
         """[num_rows, width] of partial's dtype: the ranks' partials, added in float32 in the order of ranks, rounded once."""
-        total = torch.empty_like(partial)
-        row = 0
+        pieces = []
         for parts in self.all_parts(partial):
-            added = parts[0].to(torch.float32, copy=True)
-            for part in parts[1:]:
+            added = parts[0].float() + parts[1]
+            for part in parts[2:]:
                 added.add_(part)
-            total[row : row + len(added)].copy_(added)
-            row += len(added)
-        return total
+            pieces.append(added.to(partial.dtype))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """On rank 0 the ranks' parts side by side, [num_rows, sum(widths)]; elsewhere zeros of that shape. widths: by rank."""

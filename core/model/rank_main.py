@@ -32,18 +32,24 @@ def main(argv: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     channel: Channel[ToRank] = Channel(socket.socket(fileno=int(argv[0])), ToRank, "rank 0")
     try:
-        setup = channel.receive()
-        assert isinstance(setup, RankSetup), setup
-        logging.basicConfig(level=logging.INFO, format=f"rank {setup.rank}: {LOG_FORMAT}", stream=sys.stderr)
-        runner, inbox = load_rank(setup, channel)
-        channel.send(RankReady())
-        follow(runner, channel, inbox)
+        return _serve(channel)
     except RankLostError as error:
         _logger.error("%s", error)
         return 1
+
+
+def _serve(channel: Channel[ToRank]) -> int:
+    """Load what rank 0 says, and follow it to its end."""
+    setup = channel.receive()
+    assert isinstance(setup, RankSetup), setup
+    logging.basicConfig(level=logging.INFO, format=f"rank {setup.rank}: {LOG_FORMAT}", stream=sys.stderr)
+    try:
+        runner, inbox = load_rank(setup, channel)
     except (KVRelayError, torch.OutOfMemoryError) as error:
         channel.send(RankReady(error=f"rank {setup.rank}: {error}"))
         return 1
+    channel.send(RankReady())
+    follow(runner, channel, inbox)
     return 0
 
 

@@ -88,6 +88,7 @@ class RankProcesses:
         self._is_serving = False
         self._state_lock = threading.Lock()
         self._lost = threading.Event()
+        self._told = threading.Event()  # on_lost has returned, or will not be called
         self._children = [_Child(setup) for setup in setups]
         atexit.register(self.close)
         for child, setup in zip(self._children, setups, strict=True):
@@ -132,13 +133,16 @@ class RankProcesses:
             assert done == StepDone(step_id), f"{done} after step {step_id}"
 
     def report_lost(self, why: str) -> None:
-        """A step has failed: calls on_lost, unless news of a process that has ended come first and do."""
+        """A step has failed: calls on_lost, unless news of a process that has ended come first and do. Returns after that: who
+        asked must not go on as if only a step had failed."""
         if not self._lost.wait(_LAST_WORDS_S):
             self._lose(why)
+        self._told.wait()
 
     def close(self) -> None:
         """End all ranks and wait for that. Safe to repeat."""
         self._is_closing = True
+        self._told.set()
         atexit.unregister(self.close)
         for child in self._children:
             child.channel.shut_down()
@@ -179,3 +183,4 @@ class RankProcesses:
             self._lost.set()
         if is_first:
             self._on_lost(why)
+            self._told.set()

@@ -78,7 +78,7 @@ def node(cluster: Cluster) -> Iterator[str]:
     name = cluster.start_node("prefill", *TWO_RANKS)
     yield name
     if name in cluster.children:
-        assert cluster.stop_node(name) == 0
+        cluster.kill(name)
 
 
 def test_rank_killed_ends_its_node_and_requests_go_on_elsewhere(cluster: Cluster, node: str) -> None:
@@ -96,6 +96,14 @@ def test_rank_killed_ends_its_node_and_requests_go_on_elsewhere(cluster: Cluster
     cluster.wait_clean()
 
 
+def test_node_that_is_asked_to_end_ends_its_ranks_in_order(cluster: Cluster, node: str) -> None:
+    ranks = rank_pids(cluster.children[node].pid)
+    assert len(ranks) == 1
+    os.kill(ranks[0], signal.SIGTERM)  # as a service manager does to all of a service; the node alone decides
+    assert cluster.stop_node(node) == 0
+    assert not is_running(ranks[0]) and "CRITICAL" not in cluster.log(node)
+
+
 def test_node_killed_takes_its_ranks_along(cluster: Cluster, node: str) -> None:
     process = cluster.children.pop(node)
     ranks = rank_pids(process.pid)
@@ -105,18 +113,25 @@ def test_node_killed_takes_its_ranks_along(cluster: Cluster, node: str) -> None:
     wait_until(lambda: not any(is_running(rank) for rank in ranks), "no rank is left")
 
 
-def test_rank_hung_is_lost_after_the_timeout(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(signal.SIGSTOP, "rank 1 has not answered for"), (signal.SIGKILL, "ended by SIGKILL")],
+    ids=["hung", "killed"],
+)
+def test_rank_lost_in_a_step_is_told_before_the_step_ends(tmp_path: Path, number: signal.Signals, expected: str) -> None:
+    """So that a node ends before it can tell clients of a failed step: their requests go on elsewhere."""
     save_llama(tmp_path)
     lost: list[str] = []
     driver = Driver(tmp_path, num_ranks=2, rank_timeout_s=0.5, on_lost=lost.append)
     (rank,) = rank_pids(os.getpid())
     try:
-        os.kill(rank, signal.SIGSTOP)
-        with pytest.raises(RankLostError, match="rank 1 has not answered"):
+        os.kill(rank, number)
+        with pytest.raises(RankLostError):
             driver.step([(driver.add("request", random_prompt(20, seed=1)), 20)])
-        assert len(lost) == 1 and "rank 1 has not answered for" in lost[0]
+        assert len(lost) == 1 and expected in lost[0]
     finally:
-        os.kill(rank, signal.SIGCONT)
+        if number is signal.SIGSTOP:
+            os.kill(rank, signal.SIGCONT)
         driver.close()
     assert not is_running(rank)
 
