@@ -28,7 +28,7 @@ from core.ranks.messages import CopyDone, FromRank, RankReady, RankSetup, StepDo
 _logger = logging.getLogger(__name__)
 MODULE = "core.model.rank_main"
 EXIT_RANK_LOST = 1
-_LAST_WORDS_S = 2.0  # how long an error in a step waits for news of the process that caused it
+_LAST_WORDS_S = 5.0  # how long an error in a step waits for news of the process that caused it
 _END_TIMEOUT_S = 5.0
 
 

@@ -41,7 +41,7 @@ SMOLLM2_SHAPE = {
 WITH_LOGPROBS = SamplingParams(temperature=0.0, max_tokens=100, logprobs=5, prompt_logprobs=2)
 PROMPT = random_prompt(300, seed=4)
 NUM_CACHED_TOKENS = 300 // 16 * 16
-NUM_SLOTS = 6  # of staging memory: fewer than a chunk fills
+NUM_SLOTS = 40  # of staging memory: half of them hold all of PROMPT, so that no save is cut for want of room
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -122,7 +122,14 @@ class RankEngine:
 
     def __init__(self, folder: Path, store: str, num_ranks: int, num_slots: int = 0) -> None:
         options = EngineOptions(
-            kv_load_policy="always", max_num_batched_tokens=128, tensor_parallel_size=num_ranks, num_threads=1, num_blocks=160
+            kv_load_policy="always",
+            lookup_timeout_s=30.0,
+            kv_load_timeout_s=60.0,
+            kv_save_timeout_s=60.0,
+            max_num_batched_tokens=128,
+            tensor_parallel_size=num_ranks,
+            num_threads=1,
+            num_blocks=160,
         )
         description = describe_model(folder, ModelOptions(dtype="float32"), options.block_size)
         layout, clock = description.kv_layout, MonotonicClock()

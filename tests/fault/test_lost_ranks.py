@@ -59,14 +59,24 @@ def complete(cluster: Cluster, salt: str) -> list[int]:
     return token_ids
 
 
+def num_hits(cluster: Cluster) -> float:
+    return cluster.client.metric("kvrelay_external_prefix_cache_hits_total", role="decode")
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A decode node of one rank; tests add a prefill node of two."""
     spec = ClusterSpec(
         model=MODEL,
         prefill=0,
-        engine={"kv_pool_mib": 400, "max_num_batched_tokens": 128, "kv_load_policy": "always"},
-        router={"heartbeat_timeout_s": 2.0},
+        engine={
+            "kv_pool_mib": 400,
+            "max_num_batched_tokens": 128,
+            "kv_load_policy": "always",
+            "lookup_timeout_s": 30.0,
+            "kv_load_timeout_s": 60.0,
+        },
+        router={"heartbeat_timeout_s": 20.0},
     )
     with Cluster(spec) as started:
         yield started
@@ -83,17 +93,17 @@ def node(cluster: Cluster) -> Iterator[str]:
 
 def test_rank_killed_ends_its_node_and_requests_go_on_elsewhere(cluster: Cluster, node: str) -> None:
     expected = complete(cluster, "before")
-    hits = cluster.client.metric("kvrelay_external_prefix_cache_hits_total", role="decode")
-    assert hits == len(PROMPT) // 16 * 16  # two ranks have computed them, one has read them
+    # Two ranks have computed them, one has read them.
+    cluster.wait_until(lambda: num_hits(cluster) == len(PROMPT) // 16 * 16, "the decode node tells of its hits", DEADLINE_S)
     process = cluster.children[node]
     (rank,) = rank_pids(process.pid)
     os.kill(rank, signal.SIGKILL)
     assert process.wait(DEADLINE_S) and process.poll_exit_code() == 1
     del cluster.children[node]
     assert f"rank 1 (process {rank}) ended by SIGKILL" in cluster.log(node)
-    cluster.wait_until(lambda: cluster.client.node_status(node) != "up", "the node is missed")
+    cluster.wait_until(lambda: cluster.client.node_status(node) != "up", "the node is missed", DEADLINE_S)
     assert complete(cluster, "after") == expected
-    cluster.wait_clean()
+    cluster.wait_clean(DEADLINE_S)
 
 
 def test_node_that_is_asked_to_end_ends_its_ranks_in_order(cluster: Cluster, node: str) -> None:
