@@ -76,10 +76,10 @@ class EngineOptions:
     kv_load_policy: auto loads KV from the store when that is predicted to be faster than computing it, always does not ask.
     num_threads 0: what torch chooses. tensor_parallel_size: processes (ranks) that compute one node's steps together, each with
     its heads, its num_threads and, on CUDA, the device after that of the rank before; rank_timeout_s: a node ends when one of its
-    ranks keeps the others waiting for so long. device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host
-    memory through which KV passes between a CUDA device and the store. max_loras: LoRA adapters among the requests of one step
-    (0: none are served); max_cpu_loras: adapters kept in memory, beyond which the one used longest ago is dropped, to be read
-    again; max_lora_rank: of one adapter.
+    ranks keeps the others waiting for so long. cpu_kernels: native (compiled ones), torch, or auto (native where they can be
+    built). device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory through which KV passes between
+    a CUDA device and the store. max_loras: LoRA adapters among the requests of one step (0: none are served); max_cpu_loras:
+    adapters kept in memory, beyond which the one used longest ago is dropped, to be read again; max_lora_rank: of one adapter.
     """
 
     block_size: int = 16
@@ -106,6 +106,7 @@ class EngineOptions:
     num_threads: int = 0
     tensor_parallel_size: int = 1
     rank_timeout_s: float = 60.0
+    cpu_kernels: str = "auto"
     device: str = "cpu"
     staging_mib: int = 512
     max_loras: int = 4
@@ -127,6 +128,7 @@ class EngineOptions:
             _check(getattr(self, name) > 0, f"engine.{name}", getattr(self, name), "above 0")
         is_device = re.fullmatch("cpu|cuda(:(0|[1-9][0-9]?))?", self.device) is not None
         _check(is_device, "engine.device", self.device, "cpu, cuda or cuda:N")
+        _check(self.cpu_kernels in ("auto", "native", "torch"), "engine.cpu_kernels", self.cpu_kernels, "auto, native or torch")
         most = "at least engine.max_loras"
         _check(
             self.max_cpu_loras >= max(1, self.max_loras), "engine.max_cpu_loras", self.max_cpu_loras, f"{most} ({self.max_loras})"

@@ -61,6 +61,11 @@ class ModelArchitecture:
     mlp_bias: bool
     max_position_embeddings: int
 
+    @property
+    def is_plain_llama(self) -> bool:
+        """Nothing but what the Llama papers describe."""
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from core.errors import RankLostError
 from core.model.linear import Linear
+from core.model.native_linear import NativeLinear
 
 SLOT_BYTES = 4 * 1024 * 1024  # of one rank's partial result in shared memory; more rows come in several pieces
 _MEETING = struct.Struct("<QQ")  # number of the exchange, bytes per rank: ranks that do not do the same thing must not go on
@@ -41,14 +42,14 @@ class Exchange(ABC):
         A piece is good until the next one is asked for.
         """
 
-    def sum(self, partial: Tensor) -> Tensor:
-        """[num_rows, width] of partial's dtype: the ranks' partials, added in float32 in the order of ranks, rounded once."""
+    def sum(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
+        """[num_rows, width] of `dtype`: the ranks' partials, added in float32 in the order of ranks, rounded once."""
         pieces = []
         for parts in self.all_parts(partial):
             added = parts[0].float() + parts[1]
             for part in parts[2:]:
                 added.add_(part)
-            pieces.append(added.to(partial.dtype))
+            pieces.append(added.to(dtype))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
@@ -182,7 +183,9 @@ class ReducedLinear(Linear):
         self._exchange = exchange
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        return self._exchange.sum(self._part(inputs))
+        part = self._part
+        partial = part.in_float32(inputs) if isinstance(part, NativeLinear) else part(inputs)
+        return self._exchange.sum(partial, inputs.dtype)
 
 
 class GatheredLinear(Linear):

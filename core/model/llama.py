@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from core.model.attention import AttentionBackend
 from core.model.description import ModelArchitecture
-from core.model.linear import padded_num_rows
+from core.model.linear import ROW_MULTIPLE, padded_num_rows
 from core.model.lora import AdapterRows, LayerAdapter
 from core.model.rotary import RotaryEmbedding, rotate
 from core.model.weights import LayerWeights, LlamaWeights
@@ -24,7 +24,11 @@ FEED_FORWARD_ROWS = 128  # rows whose activations are worked on at a time, so th
 
 
 class LlamaModel:
-    """Weights and the forward pass. Not thread-safe: the attention backend holds the step's plan."""
+    """Weights and the forward pass. Not thread-safe: the attention backend holds the step's plan. row_multiple: a batch has a
+    multiple of that many rows.
+    """
+
+    row_multiple = ROW_MULTIPLE
 
     def __init__(
         self, architecture: ModelArchitecture, weights: LlamaWeights, rotary: RotaryEmbedding, attention: AttentionBackend
@@ -63,6 +67,10 @@ class LlamaModel:
         num_rows = hidden.shape[0]
         padded = functional.pad(hidden, (0, 0, 0, padded_num_rows(num_rows) - num_rows))
         return self._weights.lm_head(padded)[:num_rows]
+
+    def take_part_seconds(self) -> dict[str, float]:
+        """Seconds by part of the forward pass since the last call; empty: not measured."""
+        return {}
 
     def _self_attention(
         self,

@@ -21,9 +21,10 @@ from core.kv.hashing import Namespace
 from core.kv.pool_memory import KVPoolMemory
 from core.model.description import ModelDescription, describe_model
 from core.model.device_pool import DevicePool, find_device
+from core.model.kernels import choose_native, kernel_class
 from core.model.parallel import ParallelRunner
 from core.model.parallel_loading import load_parallel
-from core.model.runner import TorchModelRunner
+from core.model.runner import TORCH_DTYPES, TorchModelRunner
 from core.model_files import resolve_model
 
 _logger = logging.getLogger(__name__)
@@ -60,11 +61,14 @@ def load_model(model: ModelOptions, engine: EngineOptions) -> LoadedModel:
     except torch.OutOfMemoryError as error:
         pool_mib = num_blocks * layout.block_stride_bytes // MIB
         raise ConfigError("engine.kv_pool_mib", pool_mib, f"a pool that fits on {device} beside the weights") from error
+    native = choose_native(engine.cpu_kernels, device, TORCH_DTYPES[layout.dtype])
+    kernels = kernel_class(native) if device.type == "cpu" else device.type
     _logger.info(
-        "loaded %s as %s on %s in %.1f s, %d rank(s); KV pool: %d blocks of %d tokens, %.0f MiB",
+        "loaded %s as %s on %s (%s kernels) in %.1f s, %d rank(s); KV pool: %d blocks of %d tokens, %.0f MiB",
         model.path,
         layout.dtype,
         device,
+        kernels,
         time.monotonic() - started_s,
         engine.tensor_parallel_size,
         num_blocks,
@@ -73,7 +77,7 @@ def load_model(model: ModelOptions, engine: EngineOptions) -> LoadedModel:
     )
     return LoadedModel(
         model=EngineModel(
-            namespace=Namespace(_fingerprint_on(device, description.model_fingerprint), layout.fingerprint, engine.block_size),
+            namespace=Namespace(_fingerprint_by(kernels, description.model_fingerprint), layout.fingerprint, engine.block_size),
             layout=layout,
             max_model_len=description.max_model_len,
             vocab_size=description.vocab_size,
@@ -102,18 +106,23 @@ def _load_runner(
         parallel = load_parallel(model_dir, description, engine, num_blocks, num_slots)
         return parallel.runner, parallel.connector_memory, parallel.open_copies
     pool = DevicePool.allocate(layout, num_blocks, device) if num_slots else KVPoolMemory(layout, num_blocks)
-    runner = TorchModelRunner.load(model_dir, description, pool, engine.num_threads, max_lora_rank=engine.max_lora_rank)
+    runner = TorchModelRunner.load(
+        model_dir,
+        description,
+        pool,
+        engine.num_threads,
+        max_lora_rank=engine.max_lora_rank,
+        cpu_kernels=engine.cpu_kernels,
+    )
     if isinstance(pool, DevicePool):
         return runner, KVPoolMemory(layout, num_slots), pool.open_copies
     return runner, pool, None
 
 
-def _fingerprint_on(device: torch.device, model_fingerprint: bytes) -> bytes:
-    """Kinds of devices round differently: KV of one must not be a hit for the other, or answers depend on who computed what.
+def _fingerprint_by(kernels: str, model_fingerprint: bytes) -> bytes:
+    """Kernels round differently: KV of one kind must not be a hit for the other, or answers depend on who computed what.
 
     The number of ranks is not part of it: what they save is to be read by nodes of any other number, though that rounds
     differently, too. Where answers must not depend on that, a cluster's nodes have the same number.
     """
-    if device.type == "cpu":
-        return model_fingerprint
-    return sha256(model_fingerprint + device.type.encode()).digest()[: len(model_fingerprint)]
+    return sha256(model_fingerprint + kernels.encode()).digest()[: len(model_fingerprint)]

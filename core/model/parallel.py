@@ -15,7 +15,7 @@ from core.errors import RankLostError
 from core.model.description import ModelArchitecture
 from core.model.device_pool import TorchCopies
 from core.model.exchange import Exchange, GatheredLinear, ReducedLinear
-from core.model.linear import Linear, MakeLinear, make_torch_linear
+from core.model.linear import Linear, MakeLinear
 from core.model.runner import ModelPart, TorchModelRunner
 from core.model.sampler import SampledRow, Sampler
 from core.model.shards import Shard, slice_projection
@@ -39,8 +39,8 @@ def make_part(shards: Sequence[Shard], architecture: ModelArchitecture, exchange
     shard = shards[exchange.rank]
     return ModelPart(
         architecture=shard.narrow(architecture),
-        make_linear=shard_linears(shards, architecture, exchange, make_torch_linear),
         sampler=sampler,
+        wrap_linears=lambda make_linear: shard_linears(shards, architecture, exchange, make_linear),
         kv_heads=shard.kv_slice,
     )
 

@@ -74,6 +74,7 @@ def load_parallel(
             num_slots=num_slots,
             num_threads=engine.num_threads or _threads_per_rank(num_ranks),
             device=devices[rank],
+            cpu_kernels=engine.cpu_kernels,
             timeout_s=engine.rank_timeout_s,
             pool_fd=memory.descriptor,
             exchange_fd=exchange_fd,
@@ -140,7 +141,9 @@ def _load_share(
     if isinstance(pool, DevicePool):  # it has no heads but this rank's
         part = dataclasses.replace(part, kv_heads=None)
         description = dataclasses.replace(description, kv_layout=pool.layout)
-    return TorchModelRunner.load(Path(setup.model_dir), description, pool, setup.num_threads, part=part)
+    return TorchModelRunner.load(
+        Path(setup.model_dir), description, pool, setup.num_threads, cpu_kernels=setup.cpu_kernels, part=part
+    )
 
 
 def _devices_of(device: str, num_ranks: int) -> list[str]:

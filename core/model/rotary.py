@@ -19,12 +19,12 @@ class RotaryEmbedding:
     def __init__(self, architecture: ModelArchitecture, max_positions: int, device: torch.device | str = "cpu") -> None:
         frequencies, amplitude = inverse_frequencies(architecture.head_dim, architecture.rope_theta, architecture.rope_scaling)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
-        self._cos = (angles.cos() * amplitude).to(device)
-        self._sin = (angles.sin() * amplitude).to(device)
+        self.cos = (angles.cos() * amplitude).to(device)
+        self.sin = (angles.sin() * amplitude).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each token's angles, both [num_tokens, 1, head_dim/2] float32. positions: [num_tokens] int64."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ The scheduler decides what is computed (core/step.py); nothing here chooses. One
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +21,16 @@ from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
 from core.model.adapter_store import TorchAdapterStore
 from core.model.attention import AttentionBackend, AttentionBatch
+from core.model.attention_native import NativeAttention
 from core.model.attention_torch import TorchAttention
 from core.model.description import ModelArchitecture, ModelDescription
 from core.model.device_pool import DevicePool, memory_of
+from core.model.kernels import choose_native
 from core.model.linear import MakeLinear, make_torch_linear, padded_num_rows
 from core.model.llama import LlamaModel
 from core.model.lora import AdapterLayers, AdapterRows
+from core.model.native_linear import native_linear_maker
+from core.model.native_llama import NativeLlamaModel, is_native
 from core.model.rotary import RotaryEmbedding
 from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, apply_token_masks, token_logprobs
 from core.model.shared_tiles import CascadeRule
@@ -113,13 +118,13 @@ class _Scheduled:
 class ModelPart:
     """What one process computes of a model, and how.
 
-    architecture: of the part. make_linear: given the whole model's projections, makes the part's. kv_heads: of the pool's; None:
-    all.
+    architecture: of the part. wrap_linears: from what makes a projection, what makes the part's of the whole model's.
+    kv_heads: of the pool's; None: all.
     """
 
     architecture: ModelArchitecture
-    make_linear: MakeLinear
     sampler: Sampler
+    wrap_linears: Callable[[MakeLinear], MakeLinear] = lambda make_linear: make_linear
     kv_heads: slice | None = None
 
 
@@ -128,7 +133,7 @@ class TorchModelRunner:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: LlamaModel | NativeLlamaModel,
         attention: AttentionBackend,
         sampler: Sampler,
         pool: KVPoolMemory | DevicePool,
@@ -144,6 +149,8 @@ class TorchModelRunner:
         self._kv_caches = kv_cache_views(pool, kv_heads or slice(None))
         self._device = memory_of(pool).device
         self._num_threads = torch.get_num_threads()
+        self._row_multiple = model.row_multiple
+        self._sampling_s = self._execution_s = 0.0
         self._requests: dict[str, _RequestState] = {}
 
     @classmethod
@@ -155,11 +162,12 @@ class TorchModelRunner:
         num_threads: int = 0,
         cascade: CascadeRule | None = None,
         max_lora_rank: int = 64,
+        cpu_kernels: str = "auto",
         part: ModelPart | None = None,
     ) -> TorchModelRunner:
         """Load the weights of `model_dir` for a pool of description.kv_layout, to its device. num_threads 0: what torch chooses.
-        cascade: when requests that share blocks read them together; None: where that was measured to pay. part: what of the
-        model this process computes; None: all of it.
+        cascade: when requests that share blocks read them together (plain torch only); None: where that was measured to pay.
+        cpu_kernels: see EngineOptions. part: what of the model this process computes; None: all of it.
 
         The number of threads is the process's (torch has one setting). Raises ModelLoadError, or ConfigError if the pool
         has another layout.
@@ -168,19 +176,33 @@ class TorchModelRunner:
             raise ConfigError("pool.layout", pool.layout, str(description.kv_layout))
         if num_threads:
             torch.set_num_threads(num_threads)
-        architecture, device = description.architecture, memory_of(pool).device
-        part = part or ModelPart(architecture, make_torch_linear, Sampler(description.eos_token_ids))
-        dtype = TORCH_DTYPES[pool.layout.dtype]
-        weights = load_llama_weights(model_dir, architecture, dtype, device, part.make_linear)
+        architecture, device, dtype = description.architecture, memory_of(pool).device, TORCH_DTYPES[pool.layout.dtype]
+        native = choose_native(cpu_kernels, device, dtype)
+        make_linear = make_torch_linear if native is None else native_linear_maker(native)
+        part = part or ModelPart(architecture, Sampler(description.eos_token_ids))
+        weights = load_llama_weights(model_dir, architecture, dtype, device, part.wrap_linears(make_linear))
         architecture = part.architecture
         rotary = RotaryEmbedding(architecture, description.max_model_len, device)
-        attention = TorchAttention(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads, device, cascade)
-        model = LlamaModel(architecture, weights, rotary, attention)
+        model: LlamaModel | NativeLlamaModel
+        attention: AttentionBackend
+        if native is None or architecture.head_dim % 2:
+            block_size, heads, kv_heads = pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads
+            attention = TorchAttention(block_size, heads, kv_heads, device, cascade)
+            model = LlamaModel(architecture, weights, rotary, attention)
+        else:
+            attention = NativeAttention(native, pool.layout.block_size)
+            is_whole = is_native(architecture, weights)
+            model = (
+                NativeLlamaModel(native, architecture, weights, rotary, attention)
+                if is_whole
+                else LlamaModel(architecture, weights, rotary, attention)
+            )
         adapters = TorchAdapterStore(architecture, dtype, device, max_lora_rank)
         return cls(model, attention, part.sampler, pool, adapters, part.kv_heads)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See core.step.ModelRunner. A plan that does not fit what the runner holds is a bug of the scheduler and asserts."""
+        started_s = time.perf_counter()
         if torch.get_num_threads() != self._num_threads:  # OpenMP counts them for each thread that calls it
             torch.set_num_threads(self._num_threads)
         self._apply_deltas(plan)
@@ -191,11 +213,21 @@ class TorchModelRunner:
             hidden = self._forward(scheduled, plan.num_common_prefix_blocks)
             prompt_logprobs = self._prompt_logprobs(scheduled, hidden)
             sampled, logprobs = self._sample(scheduled, hidden)
+        self._execution_s += time.perf_counter() - started_s
         for share, tokens in zip(scheduled, sampled, strict=True):
             share.state.token_ids.append(tokens)
             # What was computed for drafts that were not sampled is void.
             share.state.num_computed_tokens = share.state.token_ids.length - 1 if tokens else share.end_position
         return StepResult(sampled_token_ids=sampled, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def take_part_seconds(self) -> dict[str, float]:
+        """Seconds of execute by part since the last call; empty where the model does not measure its own. Step thread."""
+        parts = self._model.take_part_seconds()
+        if parts:
+            parts["sampling"] = self._sampling_s
+            parts["Python"] = self._execution_s - sum(parts.values())
+        self._sampling_s = self._execution_s = 0.0
+        return parts
 
     def _apply_deltas(self, plan: StepPlan) -> None:
         for request_id in plan.removed_request_ids:
@@ -226,7 +258,7 @@ class TorchModelRunner:
     def _forward(self, scheduled: list[_Scheduled], num_common_blocks: int) -> Tensor:
         """Hidden states of all scheduled tokens (and padding rows), [num_rows, hidden]; writes their KV."""
         num_tokens = scheduled[-1].first_row + scheduled[-1].end_position - scheduled[-1].first_position
-        token_ids = np.zeros(padded_num_rows(num_tokens), dtype=np.int64)
+        token_ids = np.zeros(-(-num_tokens // self._row_multiple) * self._row_multiple, dtype=np.int64)
         positions = np.zeros_like(token_ids)
         slot_mapping = np.empty(num_tokens, dtype=np.int64)
         block_tables = np.zeros((len(scheduled), max(share.state.block_ids.length for share in scheduled)), dtype=np.int64)
@@ -279,8 +311,10 @@ class TorchModelRunner:
         if not rows:
             return [[] for _ in scheduled], {}
         logits = self._model.logits(hidden[row_numbers]).cpu()
+        started_s = time.perf_counter()
         apply_token_masks(logits, rows)
         tokens = iter(self._sampler.sample(logits, rows))
+        self._sampling_s += time.perf_counter() - started_s
         sampled = [_kept_tokens(share.drafts, tokens) if share.is_sampled else [] for share in scheduled]
         return sampled, _logprobs(scheduled, sampled, logits)
 

@@ -13,7 +13,8 @@ from core.step import NewRequest, StepPlan
 
 
 class RankSetup(msgspec.Struct, frozen=True, tag=True):
-    """The first message to a rank. description: of the model, as core.model encodes it for itself. device: of engine.device.
+    """The first message to a rank. description: of the model, as core.model encodes it for itself. device: of
+    engine.device, for this rank; cpu_kernels: of engine.cpu_kernels.
 
     Descriptors are numbers that the process has inherited: pool_fd, the memory that connectors see; exchange_fd, what sums pass
     through; peer_fds by rank, -1 for its own.
@@ -27,6 +28,7 @@ class RankSetup(msgspec.Struct, frozen=True, tag=True):
     num_slots: int
     num_threads: int
     device: str
+    cpu_kernels: str
     timeout_s: float
     pool_fd: int
     exchange_fd: int

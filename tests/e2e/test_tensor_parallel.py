@@ -62,13 +62,16 @@ def open_driver() -> Iterator[Callable[..., Driver]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), [(2, "float32"), (2, "bfloat16"), (3, "float32")])
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype", "cpu_kernels"), [(2, "float32", "auto"), (2, "bfloat16", "auto"), (3, "float32", "torch")]
+)
 def test_ranks_have_the_tokens_of_one_and_the_same_bits_in_any_batch(
-    tmp_path: Path, open_driver: Callable[..., Driver], num_ranks: int, dtype: str
+    tmp_path: Path, open_driver: Callable[..., Driver], num_ranks: int, dtype: str, cpu_kernels: str
 ) -> None:
     """In bfloat16 the tokens need not be those of one rank: sums that are rounded elsewhere may decide a near-tie otherwise."""
     save_llama(tmp_path, **SMOLLM2_SHAPE)
-    one, several = open_driver(tmp_path, dtype), open_driver(tmp_path, dtype, num_ranks=num_ranks)
+    one = open_driver(tmp_path, dtype, cpu_kernels=cpu_kernels)
+    several = open_driver(tmp_path, dtype, cpu_kernels=cpu_kernels, num_ranks=num_ranks)
     prompts = [random_prompt(length, seed=length) for length in (1, 17, 130, 260)]
     alone = []
     for index, prompt in enumerate(prompts):

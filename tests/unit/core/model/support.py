@@ -76,17 +76,24 @@ class Driver:
     """A scheduler's stand-in: blocks in random order, any number of tokens per request and step."""
 
     def __init__(
-        self, folder: Path, dtype: str = "float32", num_blocks: int = 256, seed: int = 0, num_ranks: int = 1, **options: Any
+        self,
+        folder: Path,
+        dtype: str = "float32",
+        num_blocks: int = 256,
+        seed: int = 0,
+        cpu_kernels: str = "auto",
+        num_ranks: int = 1,
+        **options: Any,
     ) -> None:
         """num_ranks: with more than one, close() ends the other processes. options: of the engine and load_parallel."""
         self.description: ModelDescription = describe_model(folder, ModelOptions(dtype=dtype), BLOCK_SIZE)
         self.runner: TorchModelRunner | ParallelRunner
         if num_ranks == 1:
             self.pool = KVPoolMemory(self.description.kv_layout, num_blocks)
-            self.runner = TorchModelRunner.load(folder, self.description, self.pool, 0)
+            self.runner = TorchModelRunner.load(folder, self.description, self.pool, 0, cpu_kernels=cpu_kernels)
         else:
             on_lost = options.pop("on_lost", pytest.fail)
-            engine = EngineOptions(tensor_parallel_size=num_ranks, num_threads=1, **options)
+            engine = EngineOptions(tensor_parallel_size=num_ranks, num_threads=1, cpu_kernels=cpu_kernels, **options)
             parallel = load_parallel(folder, self.description, engine, num_blocks, on_lost=on_lost)
             self.pool, self.runner = parallel.connector_memory, parallel.runner
         self._free = list(range(num_blocks))

@@ -57,7 +57,7 @@ def on_all(exchanges: Sequence[Exchange], call: Callable[[Exchange], Tensor]) ->
 
 
 def sums(exchanges: Sequence[Exchange], parts: Sequence[Tensor]) -> list[Tensor]:
-    return on_all(exchanges, lambda exchange: exchange.sum(parts[exchange.rank]))
+    return on_all(exchanges, lambda exchange: exchange.sum(parts[exchange.rank], parts[0].dtype))
 
 
 def partials(num_ranks: int, num_rows: int, dtype: torch.dtype) -> list[Tensor]:
@@ -125,16 +125,16 @@ def test_exchange_peer_that_is_gone_is_noticed_at_once(make_ranks: Callable[...,
     assert end is not None
     end.shutdown(socket.SHUT_RDWR)
     with pytest.raises(RankLostError, match="rank 1 is gone"):
-        ranks.exchanges[0].sum(torch.zeros(8, 96))
+        ranks.exchanges[0].sum(torch.zeros(8, 96), torch.float32)
 
 
 def test_exchange_peer_that_does_not_come_is_lost_after_the_timeout(make_ranks: Callable[..., Ranks]) -> None:
     ranks = make_ranks(2, 0.1)
     with pytest.raises(RankLostError, match="rank 1 has not answered"):
-        ranks.exchanges[0].sum(torch.zeros(8, 96))
+        ranks.exchanges[0].sum(torch.zeros(8, 96), torch.float32)
 
 
 def test_exchange_ranks_that_do_different_things_assert(make_ranks: Callable[..., Ranks]) -> None:
     ranks = make_ranks(2)
     with pytest.raises(AssertionError, match="rank"):
-        on_all(ranks.exchanges, lambda exchange: exchange.sum(torch.zeros(8 + 8 * exchange.rank, 32)))
+        on_all(ranks.exchanges, lambda exchange: exchange.sum(torch.zeros(8 + 8 * exchange.rank, 32), torch.float32))
