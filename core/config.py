@@ -94,10 +94,12 @@ class EngineOptions:
     before. speculative_disable_by_batch_size: with more requests running nothing is drafted, since rows then cost more than
     steps. jump_decoding: tokens that a grammar leaves no choice about are appended without sampling them, one step each.
     kv_load_policy: auto loads KV from the store when that is predicted to be faster than computing it, always does not ask.
-    num_threads 0: what torch chooses. cpu_kernels: native (compiled ones), torch, or auto (native where they can be built).
-    device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory through which KV passes between a CUDA
-    device and the store. batch_invariant: on CUDA, only kernels whose bits for a request do not depend on what else is in its
-    batch, which are slower; the CPU's never do. max_loras: LoRA adapters among the requests of one step (0: none are served);
+    num_threads 0: what torch chooses. tensor_parallel_size: processes (ranks) that compute one node's steps together, each with
+    its heads, its num_threads and, on CUDA, the device after that of the rank before; rank_timeout_s: a node ends when one of its
+    ranks keeps the others waiting for so long. cpu_kernels: native (compiled ones), torch, or auto (native where they can be
+    built). device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory through which KV passes between
+    a CUDA device and the store. batch_invariant: on CUDA, only kernels whose bits for a request do not depend on what else is in
+    its batch, which are slower; the CPU's never do. max_loras: LoRA adapters among the requests of one step (0: none are served);
     max_cpu_loras: adapters kept in memory, beyond which the one used longest ago is dropped, to be read again; max_lora_rank: of
     one adapter.
     """
@@ -124,6 +126,8 @@ class EngineOptions:
     jump_decoding: bool = True
     kv_load_policy: str = "auto"
     num_threads: int = 0
+    tensor_parallel_size: int = 1
+    rank_timeout_s: float = 60.0
     cpu_kernels: str = "auto"
     device: str = "cpu"
     staging_mib: int = 512
@@ -142,7 +146,8 @@ class EngineOptions:
             _check(getattr(self, name) >= 0, f"engine.{name}", getattr(self, name), "0 or more")
         for name in ("priority_aging_s", "scheduler_delay_factor"):
             _check(0 <= getattr(self, name) < math.inf, f"engine.{name}", getattr(self, name), "0 (off) or more")
-        for name in ("lookup_timeout_s", "kv_load_timeout_s", "kv_save_timeout_s"):
+        _check(1 <= self.tensor_parallel_size <= 64, "engine.tensor_parallel_size", self.tensor_parallel_size, "1 to 64")
+        for name in ("rank_timeout_s", "lookup_timeout_s", "kv_load_timeout_s", "kv_save_timeout_s"):
             _check(getattr(self, name) > 0, f"engine.{name}", getattr(self, name), "above 0")
         is_device = re.fullmatch("cpu|cuda(:(0|[1-9][0-9]?))?", self.device) is not None
         _check(is_device, "engine.device", self.device, "cpu, cuda or cuda:N")
@@ -377,6 +382,7 @@ SHORT_FLAGS = {
     "--num-blocks": "engine.num_blocks",
     "--max-num-seqs": "engine.max_num_seqs",
     "--max-num-batched-tokens": "engine.max_num_batched_tokens",
+    "--tensor-parallel-size": "engine.tensor_parallel_size",
 }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from core.model.architecture import TRANSFORMERS_FAMILY
+from core.model.architecture import TRANSFORMERS_FAMILY, ModelArchitecture
 from core.model.attention import AttentionBackend
 from core.model.attention_cuda import make_cuda_attention
 from core.model.attention_native import NativeAttention
@@ -15,7 +17,7 @@ from core.model.attention_torch import TorchAttention
 from core.model.decoder import DecoderModel
 from core.model.description import ModelDescription
 from core.model.kv_format import kv_format_of
-from core.model.linear import make_torch_linear
+from core.model.linear import MakeLinear, make_torch_linear
 from core.model.linear_fixed_rows import make_fixed_rows_linear
 from core.model.llama import LlamaModel
 from core.model.native_linear import native_linear_maker
@@ -26,6 +28,17 @@ from core.model.shared_tiles import CascadeRule
 from core.model.weights import load_llama_weights
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderPart:
+    """What one of several processes computes of a decoder.
+
+    architecture: of the part. wrap_linears: from what makes a projection, what makes the part's of the whole model's.
+    """
+
+    architecture: ModelArchitecture
+    wrap_linears: Callable[[MakeLinear], MakeLinear] = lambda make_linear: make_linear
+
+
 def load_decoder(
     model_dir: Path,
     description: ModelDescription,
@@ -34,13 +47,15 @@ def load_decoder(
     native: Any,
     cascade: CascadeRule | None,
     is_batch_invariant: bool = False,
+    part: DecoderPart | None = None,
 ) -> tuple[DecoderModel, AttentionBackend]:
     """With weights of `dtype` on `device`, and the attention that it was made with. native: the compiled extension, or None.
-    is_batch_invariant: also on CUDA, by slower kernels.
+    is_batch_invariant: also on CUDA, by slower kernels. part: None: all of it.
 
     Raises ModelLoadError.
     """
-    architecture, block_size = description.architecture, description.kv_layout.block_size
+    part = part or DecoderPart(description.architecture)
+    architecture, block_size = part.architecture, description.kv_layout.block_size
     heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
     attention: AttentionBackend
     is_kv_native = description.kv_layout.dtype == description.dtype
@@ -62,7 +77,7 @@ def load_decoder(
     if device.type == "cuda" and is_batch_invariant:
         make_linear = make_fixed_rows_linear
     make_linear = quantizing_linears(description.quantization, dtype, device, make_linear)
-    weights = load_llama_weights(model_dir, architecture, dtype, device, make_linear)
+    weights = load_llama_weights(model_dir, description.architecture, dtype, device, part.wrap_linears(make_linear))
     rotary = RotaryEmbedding(architecture, description.max_model_len, device)
     if isinstance(attention, NativeAttention) and is_native(architecture, weights):
         return NativeLlamaModel(native, architecture, weights, rotary, attention), attention

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from core.errors import ConfigError
+from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
 from core.model.adapter_store import TorchAdapterStore
 from core.model.attention import AttentionBackend, AttentionBatch
@@ -27,7 +28,7 @@ from core.model.description import ModelDescription
 from core.model.device_pool import DevicePool, memory_of
 from core.model.kernels import choose_native
 from core.model.linear import padded_num_rows
-from core.model.load_decoder import load_decoder
+from core.model.load_decoder import DecoderPart, load_decoder
 from core.model.logit_adjustments import apply_token_masks
 from core.model.logprobs import LOGPROB_CHUNK_ROWS, token_logprobs
 from core.model.lora import AdapterLayers, AdapterRows
@@ -114,6 +115,15 @@ class _Scheduled:
         return np.concatenate((known, self.drafts)) if self.drafts else known
 
 
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """What one process computes of a model, and how. kv_heads: of the pool's; None: all."""
+
+    decoder: DecoderPart
+    sampler: Sampler
+    kv_heads: slice | None = None
+
+
 class TorchModelRunner:
     """core.step.ModelRunner in torch: the model on the pool's device, batches and sampling on the host."""
 
@@ -124,13 +134,15 @@ class TorchModelRunner:
         sampler: Sampler,
         pool: KVPoolMemory | DevicePool,
         adapters: TorchAdapterStore,
+        kv_heads: slice | None = None,
     ) -> None:
+        """kv_heads: those of the pool's that this runner computes; None: all of them."""
         self.adapters = adapters
         self._model = model
         self._attention = attention
         self._sampler = sampler
         self._block_size = pool.layout.block_size
-        self._kv_caches = kv_cache_views(pool)
+        self._kv_caches = kv_cache_views(pool, kv_heads or slice(None))
         self._device = memory_of(pool).device
         self._num_threads = torch.get_num_threads()
         self._row_multiple = model.row_multiple
@@ -149,10 +161,12 @@ class TorchModelRunner:
         max_lora_rank: int = 64,
         is_batch_invariant: bool = False,
         cpu_kernels: str = "auto",
+        part: ModelPart | None = None,
     ) -> TorchModelRunner:
         """Load the weights of `model_dir` for a pool of description.kv_layout, to its device. num_threads 0: what torch chooses.
         cascade: when requests that share blocks read them together (plain torch only); None: where that was measured to pay.
-        is_batch_invariant: also on CUDA, by slower kernels. cpu_kernels: see EngineOptions.
+        is_batch_invariant: also on CUDA, by slower kernels. cpu_kernels: see EngineOptions. part: what of the model this process
+        computes; None: all of it.
 
         The number of threads is the process's (torch has one setting). Raises ModelLoadError, or ConfigError if the pool
         has another layout.
@@ -164,9 +178,13 @@ class TorchModelRunner:
         architecture, device = description.architecture, memory_of(pool).device
         dtype = TORCH_DTYPES[description.dtype]
         native = choose_native(cpu_kernels, device, dtype)
-        model, attention = load_decoder(model_dir, description, dtype, device, native, cascade, is_batch_invariant)
+        part = part or ModelPart(DecoderPart(architecture), Sampler(description.eos_token_ids))
+        model, attention = load_decoder(
+            model_dir, description, dtype, device, native, cascade, is_batch_invariant, part=part.decoder
+        )
+        architecture = part.decoder.architecture
         adapters = TorchAdapterStore(architecture, dtype, device, max_lora_rank)
-        return cls(model, attention, Sampler(description.eos_token_ids), pool, adapters)
+        return cls(model, attention, part.sampler, pool, adapters, part.kv_heads)
 
     def use_decode_graphs(self, record: Record, max_num_seqs: int, max_model_len: int) -> None:
         """Run steps of decodes, without adapters and of max_num_seqs requests at most, as recordings made by `record`, where the
@@ -356,18 +374,22 @@ def _logprobs(scheduled: list[_Scheduled], sampled: list[list[int]], logits: Ten
     return {request_id: list(itertools.islice(found, num_tokens)) for request_id, num_tokens in asking}
 
 
-def kv_cache_views(pool: KVPoolMemory | DevicePool) -> list[tuple[Tensor, Tensor]]:
-    """Per layer the K and V of the pool, [num_blocks, block_size, num_kv_heads, head_dim], sharing its memory.
+def kv_cache_views(pool: KVPoolMemory | DevicePool, kv_heads: slice = slice(None)) -> list[tuple[Tensor, Tensor]]:
+    """Per layer the K and V of the pool, [num_blocks, block_size, num_kv_heads, head_dim], sharing its memory; of some heads.
 
     Where the layout is of 8-bit numbers (see kv_format.py) these are bytes, and the last dimension is layout.head_bytes.
     """
-    layout = pool.layout
-    flat = memory_of(pool).view(-1).view(TORCH_DTYPES.get(layout.dtype, torch.uint8))
+    blocks = blocks_view(memory_of(pool), pool.layout)[..., kv_heads, :]
+    return [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(pool.layout.num_layers)]
+
+
+def blocks_view(memory: Tensor, layout: KVLayout) -> Tensor:
+    """memory, [num_blocks, block_stride_bytes] uint8, as [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
+    flat = memory.view(-1).view(TORCH_DTYPES.get(layout.dtype, torch.uint8))
     head_stride = layout.head_bytes // flat.element_size()
     token_stride = layout.num_kv_heads * head_stride
     kv_stride = layout.block_size * token_stride
-    blocks = flat.as_strided(
-        (pool.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, head_stride),
+    return flat.as_strided(
+        (memory.shape[0], layout.num_layers, 2, layout.block_size, layout.num_kv_heads, head_stride),
         (layout.block_stride_bytes // flat.element_size(), 2 * kv_stride, kv_stride, token_stride, head_stride, 1),
     )
-    return [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(layout.num_layers)]
