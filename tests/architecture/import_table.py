@@ -65,6 +65,7 @@ IMPORT_TABLE: dict[str, Room] = {
     ),
     "deploy": Room(ours=("core", "connectors", "router", "prefill_node", "decode_node")),
     "bench": Room(ours=ANYTHING_OF_OURS, outside=frozenset({"httpx", "tqdm", "numpy", "torch"})),
+    "bench.vllm_process": Room(outside=frozenset({"vllm"})),  # runs as a program in vLLM's own environment
 }
 
 # Files that run inside another engine's process and in none of ours, with what they import of it. Nothing of ours imports them.

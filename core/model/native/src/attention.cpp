@@ -303,7 +303,6 @@ void write_output(const PieceRows<T>& rows, const Softmax& softmax) {
 template <typename T>
 void compute_piece(const PieceRows<T>& rows, int64_t max_rows, Scratch<T>& scratch, float* partials) {
     const int64_t num_rows = rows.num_rows(), width = rows.width, head_dim = rows.heads.head_dim;
-    scratch.reserve(max_rows, width);
     for (int64_t row = 0; row < num_rows; ++row) {
         T* query = scratch.query.data() + row * width;
         std::memcpy(query, rows.heads.query + rows.offset(row), head_dim * sizeof(T));
@@ -371,6 +370,7 @@ void attend(const BatchPlan& plan, const Heads<T>& heads) {
 #pragma omp parallel
     {
         static thread_local Scratch<T> scratch;
+        scratch.reserve(max_rows, width);  // also for a thread that gets no piece, but merges
 #pragma omp for schedule(dynamic)
         for (size_t i = 0; i < pieces.size(); ++i)
             compute_piece<T>({plan, heads, pieces[i], group, width}, max_rows, scratch, partials.data());
