@@ -1,81 +1,196 @@
-"""Which node's cache holds which blocks, and what shared stores hold, as far as the router was told. Plain state, no I/O.
+"""Which node holds which KV blocks, as far as nodes' events tell: answers how many leading blocks of a prompt each node has.
 
-Written by router/kv_event_feed.py, read by routing policies; all from the event loop.
+A dict from block hash to a bit mask of nodes, so that one walk along a prompt's hashes answers for all nodes at once. Plain
+state without clocks and sockets, used from the router's event loop alone; RouterCore feeds it, Placer asks.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
-MAX_BLOCKS_PER_NODE = 1 << 22  # a node that tells of more is believed up to here
-MAX_STORED_BLOCKS = 1 << 22  # of all stores together; the oldest are forgotten
+MAX_BLOCKS_PER_NODE = 1_000_000  # what a node reports beyond is not believed: a lying node does not fill our memory
+MAX_BLOCKS_PER_STORE = 4_000_000  # the oldest are forgotten
+EXPECTED_FOR_S = 5.0  # blocks that a dispatched request will bring are expected for this long, at most for twice as long
+_SWEPT_PER_CALL = 2048  # entries of dropped nodes that one change takes out: about a millisecond
 
 
 class PrefixIndex:
-    """Blocks by hash. A block counts only while all before it are there, too: no hole is believed to be filled."""
+    """Blocks by node (medium "") and by store (medium: its connector's name), which outlives the nodes that told of it.
 
-    def __init__(self) -> None:
-        self._nodes_by_hash: dict[bytes, set[str]] = {}
-        self._hashes_by_node: dict[str, set[bytes]] = {}
-        self._media_by_hash: OrderedDict[bytes, set[str]] = OrderedDict()
+    No holes are believed: an answer counts leading blocks that are there without a gap. A dropped node's bit is retired at once,
+    and its entries are swept out little by little by the changes that follow, since there may be a million of them.
+    """
 
+    def __init__(self, max_blocks_per_node: int = MAX_BLOCKS_PER_NODE, max_blocks_per_store: int = MAX_BLOCKS_PER_STORE) -> None:
+        self._max_blocks_per_node = max_blocks_per_node
+        self._max_blocks_per_store = max_blocks_per_store
+        self._masks: dict[bytes, int] = {}
+        self._stored: dict[str, dict[bytes, None]] = {}  # by medium, the oldest first
+        self._expected_masks: dict[bytes, int] = {}  # of the running period
+        self._last_expected_masks: dict[bytes, int] = {}  # of the period before
+        self._period_end_s = 0.0
+        self._bits: dict[str, int] = {}
+        self._node_ids: dict[int, str] = {}  # by the bit's number plus one: what int.bit_length says of it
+        self._num_blocks: dict[int, int] = {}  # by bit
+        self._live_mask = 0
+        self._retired_mask = 0
+        self._swept_mask = 0  # the retired bits that the running sweep takes out
+        self._to_sweep: list[tuple[dict[bytes, int], list[bytes]]] = []
+
+    # -- changes -------------------------------------------------------------------------------------------------------
     def store(self, node_id: str, block_hashes: Sequence[bytes], medium: str = "") -> None:
-        """The node has these blocks in its own pool, or has seen them in the store `medium`."""
+        """The node has these blocks, or the store `medium` has them. What exceeds the bound per node is left out."""
         if medium:
-            for block_hash in block_hashes:
-                self._media_by_hash.setdefault(block_hash, set()).add(medium)
-                self._media_by_hash.move_to_end(block_hash)
-            while len(self._media_by_hash) > MAX_STORED_BLOCKS:
-                self._media_by_hash.popitem(last=False)
+            self._store_shared(block_hashes, self._stored.setdefault(medium, {}))
             return
-        held = self._hashes_by_node.setdefault(node_id, set())
+        bit = self._bit_of(node_id)
+        masks = self._masks
+        room = self._max_blocks_per_node - self._num_blocks[bit]
         for block_hash in block_hashes:
-            if len(held) < MAX_BLOCKS_PER_NODE:
-                held.add(block_hash)
-                self._nodes_by_hash.setdefault(block_hash, set()).add(node_id)
+            mask = masks.get(block_hash, 0)
+            if mask & bit:
+                continue
+            if room <= 0:
+                break
+            room -= 1
+            masks[block_hash] = mask | bit if mask else bit  # nodes' bits are shared objects: most masks are just one
+        self._num_blocks[bit] = self._max_blocks_per_node - room
+        self._sweep()
 
     def remove(self, node_id: str, block_hashes: Sequence[bytes], medium: str = "") -> None:
-        """They are gone from there. Unknown ones are ignored."""
+        """The node, or the store `medium`, has these blocks no more; unknown ones are ignored."""
+        if medium:
+            stored = self._stored.get(medium, {})
+            for block_hash in block_hashes:
+                stored.pop(block_hash, None)
+            return
+        bit = self._bits.get(node_id, 0)
         for block_hash in block_hashes:
-            if medium:
-                _discard(self._media_by_hash, block_hash, medium)
-            else:
-                self._hashes_by_node.get(node_id, set()).discard(block_hash)
-                _discard(self._nodes_by_hash, block_hash, node_id)
+            mask = self._masks.get(block_hash, 0)
+            if mask & bit:
+                self._num_blocks[bit] -= 1
+                if mask == bit:
+                    del self._masks[block_hash]
+                else:
+                    self._masks[block_hash] = mask ^ bit
+        self._sweep()
 
     def drop_node(self, node_id: str) -> None:
-        """Forget the node's own pool; what it has told of stores stays."""
-        for block_hash in self._hashes_by_node.pop(node_id, ()):
-            _discard(self._nodes_by_hash, block_hash, node_id)
+        """Nothing is known of this node's pool any more, nor expected of it."""
+        bit = self._bits.pop(node_id, 0)
+        if not bit:
+            return
+        del self._node_ids[bit.bit_length()]
+        del self._num_blocks[bit]
+        self._live_mask ^= bit
+        self._retired_mask |= bit
+        self._sweep()
 
-    def num_blocks(self, node_id: str) -> int:
-        """Blocks known to be in the node's own pool."""
-        return len(self._hashes_by_node.get(node_id, ()))
+    def expect(self, node_id: str, block_hashes: Sequence[bytes], now_s: float) -> None:
+        """A request with these blocks was sent to the node: it will have them soon, or loses them unseen after a while."""
+        self.expire(now_s)
+        bit = self._bit_of(node_id)
+        masks = self._expected_masks
+        for block_hash in block_hashes:
+            masks[block_hash] = masks.get(block_hash, 0) | bit
 
-    def match(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
-        """How many leading blocks of a prompt each node has in its own pool; nodes with none are left out."""
-        counts: dict[str, int] = {}
-        still: set[str] | None = None
+    def expire(self, now_s: float) -> None:
+        """Forget expectations whose time is over."""
+        if now_s < self._period_end_s:
+            return
+        is_long_ago = now_s >= self._period_end_s + EXPECTED_FOR_S
+        self._last_expected_masks = {} if is_long_ago else self._expected_masks
+        self._expected_masks = {}
+        self._period_end_s = now_s + EXPECTED_FOR_S
+
+    # -- queries -------------------------------------------------------------------------------------------------------
+    def match(self, block_hashes: Sequence[bytes], *, is_expecting: bool = False) -> dict[str, int]:
+        """Leading blocks by node_id in the nodes' own pools; nodes without the first block are left out.
+
+        is_expecting: also what is expected there, in any mixture.
+        """
+        of_nodes, expected, last_expected = self._masks.get, self._expected_masks.get, self._last_expected_masks.get
+        is_expecting = is_expecting and bool(self._expected_masks or self._last_expected_masks)
+        num_leading: dict[str, int] = {}
+        remaining = self._live_mask
         for place, block_hash in enumerate(block_hashes):
-            holders = self._nodes_by_hash.get(block_hash, set())
-            still = holders if still is None else still & holders
-            if not still:
-                break
-            counts.update(dict.fromkeys(still, place + 1))
-        return counts
+            mask = of_nodes(block_hash, 0) & remaining
+            if mask == remaining:
+                continue
+            if is_expecting:
+                mask |= (expected(block_hash, 0) | last_expected(block_hash, 0)) & remaining
+            if mask != remaining:
+                if place:
+                    self._set(num_leading, remaining ^ mask, place)
+                if not mask:
+                    return num_leading
+                remaining = mask
+        if block_hashes:
+            self._set(num_leading, remaining, len(block_hashes))
+        return num_leading
 
     def match_stored(self, block_hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of a prompt a store holds."""
+        """Leading blocks that stores hold, whichever of them holds which."""
+        stores = [stored for stored in self._stored.values() if stored]
         for place, block_hash in enumerate(block_hashes):
-            if block_hash not in self._media_by_hash:
+            if not any(block_hash in stored for stored in stores):
                 return place
         return len(block_hashes)
 
+    def num_blocks(self, node_id: str) -> int:
+        """Blocks known to be in the node's own pool."""
+        bit = self._bits.get(node_id, 0)
+        return self._num_blocks[bit] if bit else 0
 
-def _discard(names_by_hash: dict[bytes, set[str]], block_hash: bytes, name: str) -> None:
-    names = names_by_hash.get(block_hash)
-    if names is not None:
-        names.discard(name)
-        if not names:
-            del names_by_hash[block_hash]
+    # -- inside --------------------------------------------------------------------------------------------------------
+    def _bit_of(self, node_id: str) -> int:
+        bit = self._bits.get(node_id)
+        if bit is None:
+            taken = self._live_mask | self._retired_mask
+            bit = ~taken & (taken + 1)  # the lowest that is free
+            self._bits[node_id] = bit
+            self._node_ids[bit.bit_length()] = node_id
+            self._num_blocks[bit] = 0
+            self._live_mask |= bit
+        return bit
+
+    def _set(self, num_leading: dict[str, int], mask: int, count: int) -> None:
+        while mask:
+            lowest = mask & -mask
+            num_leading[self._node_ids[lowest.bit_length()]] = count
+            mask ^= lowest
+
+    def _store_shared(self, block_hashes: Sequence[bytes], stored: dict[bytes, None]) -> None:
+        for block_hash in block_hashes:
+            stored.pop(block_hash, None)
+            stored[block_hash] = None
+        while len(stored) > self._max_blocks_per_store:
+            del stored[next(iter(stored))]
+
+    def _sweep(self) -> None:
+        """Take some entries of retired bits out. A bit is free again when a sweep that began after its retirement has ended."""
+        if not self._retired_mask:
+            return
+        if not self._swept_mask:
+            self._swept_mask = self._retired_mask
+            maps = (self._masks, self._expected_masks, self._last_expected_masks)
+            self._to_sweep = [(masks, list(masks)) for masks in maps if masks]
+        kept = ~self._swept_mask
+        budget = _SWEPT_PER_CALL
+        while self._to_sweep and budget > 0:
+            masks, block_hashes = self._to_sweep[-1]
+            for block_hash in block_hashes[-budget:]:
+                mask = masks.get(block_hash, 0)
+                if mask & self._swept_mask:
+                    if mask & kept:
+                        masks[block_hash] = mask & kept
+                    else:
+                        del masks[block_hash]
+            swept = min(budget, len(block_hashes))
+            budget -= swept
+            del block_hashes[len(block_hashes) - swept :]
+            if not block_hashes:
+                self._to_sweep.pop()
+        if not self._to_sweep:
+            self._retired_mask ^= self._swept_mask
+            self._swept_mask = 0
