@@ -19,6 +19,7 @@ from core.errors import ConfigError
 from core.kv.device_copies import OpenCopies
 from core.kv.hashing import Namespace
 from core.kv.pool_memory import KVPoolMemory
+from core.model.cuda_graphs import CudaRecorder
 from core.model.description import ModelDescription, describe_model
 from core.model.device_pool import DevicePool, find_device
 from core.model.kernels import choose_native, kernel_class
@@ -61,18 +62,20 @@ def load_model(model: ModelOptions, engine: EngineOptions) -> LoadedModel:
     except torch.OutOfMemoryError as error:
         pool_mib = num_blocks * layout.block_stride_bytes // MIB
         raise ConfigError("engine.kv_pool_mib", pool_mib, f"a pool that fits on {device} beside the weights") from error
-    native = choose_native(engine.cpu_kernels, device, TORCH_DTYPES[layout.dtype])
+    native = choose_native(engine.cpu_kernels, device, TORCH_DTYPES[description.dtype])
     kernels = kernel_class(native) if device.type == "cpu" else device.type
     _logger.info(
-        "loaded %s as %s on %s (%s kernels) in %.1f s, %d rank(s); KV pool: %d blocks of %d tokens, %.0f MiB",
+        "loaded %s as %s%s on %s (%s kernels) in %.1f s, %d rank(s); KV pool: %d blocks of %d tokens in %s, %.0f MiB",
         model.path,
-        layout.dtype,
+        model.dtype,
+        "" if model.quantization == "none" else f" with {model.quantization} projections",
         device,
         kernels,
         time.monotonic() - started_s,
         engine.tensor_parallel_size,
         num_blocks,
         engine.block_size,
+        layout.dtype,
         num_blocks * layout.block_stride_bytes / MIB,
     )
     return LoadedModel(
@@ -112,8 +115,11 @@ def _load_runner(
         pool,
         engine.num_threads,
         max_lora_rank=engine.max_lora_rank,
+        is_batch_invariant=engine.batch_invariant,
         cpu_kernels=engine.cpu_kernels,
     )
+    if device.type == "cuda":
+        runner.use_decode_graphs(CudaRecorder(device), engine.max_num_seqs, description.max_model_len)
     if isinstance(pool, DevicePool):
         return runner, KVPoolMemory(layout, num_slots), pool.open_copies
     return runner, pool, None

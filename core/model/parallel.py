@@ -12,12 +12,14 @@ from concurrent.futures import Future
 from torch import Tensor
 
 from core.errors import RankLostError
-from core.model.description import ModelArchitecture
+from core.model.architecture import ModelArchitecture
 from core.model.device_pool import TorchCopies
 from core.model.exchange import Exchange, GatheredLinear, ReducedLinear
 from core.model.linear import Linear, MakeLinear
+from core.model.load_decoder import DecoderPart
 from core.model.runner import ModelPart, TorchModelRunner
-from core.model.sampler import SampledRow, Sampler
+from core.model.sampled_row import SampledRow
+from core.model.sampler import Sampler
 from core.model.shards import Shard, slice_projection
 from core.ranks.channel import Channel
 from core.ranks.messages import (
@@ -37,12 +39,11 @@ from core.step import AdapterLoad, StepPlan, StepResult
 def make_part(shards: Sequence[Shard], architecture: ModelArchitecture, exchange: Exchange, sampler: Sampler) -> ModelPart:
     """What exchange.rank computes. architecture: of the whole model."""
     shard = shards[exchange.rank]
-    return ModelPart(
+    decoder = DecoderPart(
         architecture=shard.narrow(architecture),
-        sampler=sampler,
         wrap_linears=lambda make_linear: shard_linears(shards, architecture, exchange, make_linear),
-        kv_heads=shard.kv_slice,
     )
+    return ModelPart(decoder, sampler, kv_heads=shard.kv_slice)
 
 
 def shard_linears(

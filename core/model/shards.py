@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core.errors import ConfigError, ModelLoadError
-from core.model.description import ModelArchitecture
+from core.model.architecture import ModelArchitecture
 
 FEED_FORWARD_MULTIPLE = 32  # a rank's intermediate size, where the model's allows it: what kernels multiply at a time
 VOCABULARY_MULTIPLE = 32
@@ -47,7 +47,9 @@ class Shard:
 
 
 def split_model(architecture: ModelArchitecture, num_ranks: int) -> list[Shard]:
-    """Shards by rank. Raises ConfigError where a rank would be without a KV head."""
+    """Shards by rank. Raises ConfigError where a rank would be without a KV head, or the architecture is not a plain Llama's."""
+    if not architecture.is_plain_llama:
+        raise ConfigError("engine.tensor_parallel_size", num_ranks, f"1 for {architecture.family}: only plain Llamas are split")
     num_kv_heads, intermediate_size = architecture.num_kv_heads, architecture.intermediate_size
     if num_ranks > min(num_kv_heads, intermediate_size):
         allowed = f"1 to {num_kv_heads}: a rank has at least one of the model's KV heads"

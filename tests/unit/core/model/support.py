@@ -81,19 +81,22 @@ class Driver:
         dtype: str = "float32",
         num_blocks: int = 256,
         seed: int = 0,
+        options: ModelOptions | None = None,
         cpu_kernels: str = "auto",
         num_ranks: int = 1,
-        **options: Any,
+        **engine_options: Any,
     ) -> None:
-        """num_ranks: with more than one, close() ends the other processes. options: of the engine and load_parallel."""
-        self.description: ModelDescription = describe_model(folder, ModelOptions(dtype=dtype), BLOCK_SIZE)
+        """options: others than the defaults, instead of dtype. num_ranks: with more than one, close() ends the other processes.
+        engine_options: of the engine and load_parallel.
+        """
+        self.description: ModelDescription = describe_model(folder, options or ModelOptions(dtype=dtype), BLOCK_SIZE)
         self.runner: TorchModelRunner | ParallelRunner
         if num_ranks == 1:
             self.pool = KVPoolMemory(self.description.kv_layout, num_blocks)
             self.runner = TorchModelRunner.load(folder, self.description, self.pool, 0, cpu_kernels=cpu_kernels)
         else:
-            on_lost = options.pop("on_lost", pytest.fail)
-            engine = EngineOptions(tensor_parallel_size=num_ranks, num_threads=1, cpu_kernels=cpu_kernels, **options)
+            on_lost = engine_options.pop("on_lost", pytest.fail)
+            engine = EngineOptions(tensor_parallel_size=num_ranks, num_threads=1, cpu_kernels=cpu_kernels, **engine_options)
             parallel = load_parallel(folder, self.description, engine, num_blocks, on_lost=on_lost)
             self.pool, self.runner = parallel.connector_memory, parallel.runner
         self._free = list(range(num_blocks))
@@ -104,9 +107,9 @@ class Driver:
 
     def _poison(self) -> None:
         """Fill the pool with NaN: whoever reads what was not written, shows."""
-        for key_cache, value_cache in kv_cache_views(self.pool):
-            key_cache.fill_(float("nan"))
-            value_cache.fill_(float("nan"))
+        for caches in kv_cache_views(self.pool):
+            for cache in caches:
+                cache.fill_(0xFF if cache.dtype is torch.uint8 else float("nan"))  # NaN in fp8, and as int8's scale
 
     def close(self) -> None:
         """End what other processes there are."""

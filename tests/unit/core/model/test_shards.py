@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from core.errors import ConfigError, ModelLoadError
-from core.model.description import ModelArchitecture, RotaryScaling
+from core.model.architecture import ModelArchitecture, RotaryScaling
 from core.model.shards import Shard, slice_projection, split_model
 
 SMOLLM2 = ModelArchitecture(
