@@ -107,16 +107,28 @@ def _fitting_multiple(total: int, num_ranks: int, multiple: int) -> int:
 def slice_projection(
     shard: Shard, architecture: ModelArchitecture, name: str, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """A rank's part of a projection of the whole model (see MakeLinear), contiguous. Raises ModelLoadError for an unknown one.
+    """A rank's part of a projection of the whole model (see MakeLinear), contiguous. Raises ModelLoadError for one of
+    another name or size than a dense decoder's.
 
     A bias that is added once, behind the sum, is rank 0's.
     """
     kind = name.rpartition(".")[2]
-    if kind in ("qkv_proj", "gate_up_proj", "lm_head"):
+    attended, kv_outputs = (heads * architecture.head_dim for heads in (architecture.num_heads, architecture.num_kv_heads))
+    size_by_kind = {  # by the dimension that is cut
+        "qkv_proj": attended + 2 * kv_outputs,
+        "gate_up_proj": 2 * architecture.intermediate_size,
+        "lm_head": architecture.vocab_size,
+        "o_proj": attended,
+        "down_proj": architecture.intermediate_size,
+    }
+    is_by_outputs = kind in ("qkv_proj", "gate_up_proj", "lm_head")
+    if size_by_kind.get(kind) != weight.shape[0 if is_by_outputs else 1]:
+        raise ModelLoadError(
+            f"{name}: a node of several ranks does not know how to split {list(weight.shape)} weights of this name"
+        )
+    if is_by_outputs:
         ranges = _output_ranges(shard, architecture, kind)
         return _take_rows(weight, ranges), None if bias is None else _take_rows(bias, ranges)
-    if kind not in ("o_proj", "down_proj"):
-        raise ModelLoadError(f"{name}: a node of several ranks does not know how to split this projection")
     inputs = _scaled(shard.heads, architecture.head_dim) if kind == "o_proj" else shard.intermediate
     return weight[:, inputs.start : inputs.stop].contiguous(), bias if shard.rank == 0 else None
 

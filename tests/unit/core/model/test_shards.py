@@ -103,6 +103,9 @@ def test_slice_projection_parts_together_are_the_whole(num_ranks: int) -> None:
     assert torch.allclose(o_sum, functional.linear(attended.flatten(1), o_proj), atol=1e-5)
 
 
-def test_slice_projection_of_an_unknown_one_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match="experts"):
-        slice_projection(split_model(TINY, 2)[0], TINY, "model.layers.0.mlp.experts", torch.zeros(4, 4), None)
+@pytest.mark.parametrize(
+    ("name", "shape"), [("mlp.router", (4, 24)), ("mlp.down_proj", (24, 20)), ("self_attn.qkv_proj", (24, 24))]
+)
+def test_slice_projection_of_another_name_or_size_is_refused(name: str, shape: tuple[int, int]) -> None:
+    with pytest.raises(ModelLoadError, match=name):
+        slice_projection(split_model(TINY, 2)[0], TINY, f"model.layers.0.{name}", torch.zeros(shape), None)
