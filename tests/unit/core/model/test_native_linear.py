@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from core.model.llama import silu
+from core.model.activations import silu
 from core.model.native.build import load_native
 from core.model.native_linear import NATIVE_DTYPES, NativeLinear, native_linear_maker, pack
 
