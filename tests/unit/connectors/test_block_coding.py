@@ -99,9 +99,7 @@ def test_layout_of_eight_bit_numbers_is_encrypted_as_it_is_and_refused_by_codecs
     for coding in (CodingOptions().coding_for(layout), BlockCoding(layout, None, cipher())):
         assert opened(coding, *sealed(coding, payload)) == (BlockCheck.OK, bytes(payload))
     for codec in ("zstd", "int8", "fp8"):
-        with pytest.raises(
-            ConfigError, match=rf"options\.codec: got '{codec}'.*none where .*kv_cache_dtype is {dtype}"
-        ):
+        with pytest.raises(ConfigError, match=rf"options\.codec: got '{codec}'.*none where .*kv_cache_dtype is {dtype}"):
             CodingOptions(codec=codec).coding_for(layout)
 
 
