@@ -2,9 +2,10 @@
 
 python -m bench.cascade --dtypes bfloat16 --requests 2,4,8,16,32,64 --prefixes 256,512,1024,2048,4096 --tails 16 --json
 
-Both ways run over one KV pool of random values, step by step in turn, and must sample the same tokens. With one thread times are
-CPU time, which a busy machine disturbs little; with more they are wall time. ratio: median over the pairs of steps; below 1
-sharing pays. tile_reads: KV tiles that a layer gathers. chosen: whether the rule in force shares.
+With plain-torch attention, which alone reads shared blocks together. Both ways run over one KV pool of random values, step by
+step in turn, and must sample the same tokens. With one thread times are CPU time, which a busy machine disturbs little; with
+more they are wall time. ratio: median over the pairs of steps; below 1 sharing pays. tile_reads: KV tiles that a layer gathers.
+chosen: whether the rule in force shares.
 """
 
 from __future__ import annotations
@@ -123,7 +124,10 @@ def load_runners(dtype: str, cells: list[Cell], num_threads: int) -> dict[str, T
         for cache in caches:
             cache.copy_(torch.randn(BLOCK_SIZE, *cache.shape[2:]).expand_as(cache))
     rules = {"alone": NEVER, "shared": ALWAYS}
-    return {name: TorchModelRunner.load(folder, description, pool, num_threads, rule) for name, rule in rules.items()}
+    return {
+        name: TorchModelRunner.load(folder, description, pool, num_threads, rule, cpu_kernels="torch")
+        for name, rule in rules.items()
+    }
 
 
 def main() -> None:

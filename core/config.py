@@ -22,11 +22,13 @@ import msgspec
 import yaml
 
 from core.addresses import host_of, is_loopback
+from core.cores import parse_cores
 from core.errors import ConfigError
 
 MIB = 1024 * 1024
 DEFAULT_MODEL = "smollm2"
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
+KV_EVENT_POLICIES = ("kv_aware",)  # what they decide by comes with the nodes' KV events
 DTYPES = ("bfloat16", "float16", "float32")
 KV_CACHE_DTYPES = ("auto", *DTYPES, "fp8", "int8")
 QUANTIZATIONS = ("none", "int8", "int4")
@@ -92,10 +94,12 @@ class EngineOptions:
     before. speculative_disable_by_batch_size: with more requests running nothing is drafted, since rows then cost more than
     steps. jump_decoding: tokens that a grammar leaves no choice about are appended without sampling them, one step each.
     kv_load_policy: auto loads KV from the store when that is predicted to be faster than computing it, always does not ask.
-    num_threads 0: what torch chooses. device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory
-    through which KV passes between a CUDA device and the store. max_loras: LoRA adapters among the requests of one step (0: none
-    are served); max_cpu_loras: adapters kept in memory, beyond which the one used longest ago is dropped, to be read again;
-    max_lora_rank: of one adapter.
+    num_threads 0: what torch chooses. cpu_kernels: native (compiled ones), torch, or auto (native where they can be built).
+    device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory through which KV passes between a CUDA
+    device and the store. batch_invariant: on CUDA, only kernels whose bits for a request do not depend on what else is in its
+    batch, which are slower; the CPU's never do. max_loras: LoRA adapters among the requests of one step (0: none are served);
+    max_cpu_loras: adapters kept in memory, beyond which the one used longest ago is dropped, to be read again; max_lora_rank: of
+    one adapter.
     """
 
     block_size: int = 16
@@ -120,8 +124,10 @@ class EngineOptions:
     jump_decoding: bool = True
     kv_load_policy: str = "auto"
     num_threads: int = 0
+    cpu_kernels: str = "auto"
     device: str = "cpu"
     staging_mib: int = 512
+    batch_invariant: bool = False
     max_loras: int = 4
     max_cpu_loras: int = 16
     max_lora_rank: int = 64
@@ -140,6 +146,7 @@ class EngineOptions:
             _check(getattr(self, name) > 0, f"engine.{name}", getattr(self, name), "above 0")
         is_device = re.fullmatch("cpu|cuda(:(0|[1-9][0-9]?))?", self.device) is not None
         _check(is_device, "engine.device", self.device, "cpu, cuda or cuda:N")
+        _check(self.cpu_kernels in ("auto", "native", "torch"), "engine.cpu_kernels", self.cpu_kernels, "auto, native or torch")
         most = "at least engine.max_loras"
         _check(
             self.max_cpu_loras >= max(1, self.max_loras), "engine.max_cpu_loras", self.max_cpu_loras, f"{most} ({self.max_loras})"
@@ -195,6 +202,7 @@ class RouterOptions:
     of one request over all nodes, max_node_deaths the nodes that may die while they have it. step_stall_timeout_s: a node
     whose step thread has not moved for so long gets nothing new and loses its requests to others. drain_timeout_s: how long a
     draining node may finish what it has before the rest moves to other nodes.
+    kv_events: whether nodes tell the router which blocks their caches hold; auto: when the policy decides by that.
     lora_modules: LoRA adapters that are served from the start, folders by name, as every node finds them.
     allow_runtime_lora_updating: administrators may load and unload adapters, which makes all nodes read a folder that they name.
     http_fd: an inherited socket that listens already
@@ -228,11 +236,18 @@ class RouterOptions:
     local_prefill_max_tokens: int = 0
     step_stall_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
+    kv_events: str = "auto"
     lora_modules: dict[str, str] = field(default_factory=dict)
     allow_runtime_lora_updating: bool = False
     http_fd: int = -1
 
+    @property
+    def wants_kv_events(self) -> bool:
+        """Whether nodes are to tell what their caches hold."""
+        return self.kv_events == "on" or (self.kv_events == "auto" and self.policy in KV_EVENT_POLICIES)
+
     def __post_init__(self) -> None:
+        _check(self.kv_events in ("auto", "on", "off"), "router.kv_events", self.kv_events, "auto, on or off")
         _check(0 <= self.port <= 65535, "router.port", self.port, "0 to 65535")
         _check(0 <= self.control_port <= 65535, "router.control_port", self.control_port, "0 to 65535")
         for name in (
@@ -271,11 +286,16 @@ class RouterOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """One node's process. router: HOST:PORT of the router's control address. metrics_port -1: no metrics server, 0: any port."""
+    """One node's process. router: HOST:PORT of the router's control address. metrics_port -1: no metrics server, 0: any port.
+
+    cpus: the cores that are this node's own, such as 0-3,8: it runs on no others, with as many threads unless engine.num_threads
+    says otherwise; "": any. Nodes of one host that are given different ones do not take each other's time.
+    """
 
     router: str = "127.0.0.1:8001"
     node_id: str = ""
     metrics_port: int = 0
+    cpus: str = ""
 
     def __post_init__(self) -> None:
         host, _, port = self.router.rpartition(":")
@@ -283,6 +303,10 @@ class NodeOptions:
         _check(is_address, "node.router", self.router, "HOST:PORT, with a port from 1 to 65535")
         is_name = len(self.node_id) <= 128 and all("!" <= char <= "~" for char in self.node_id)
         _check(is_name, "node.node_id", self.node_id, "at most 128 printable ASCII characters without spaces")
+        try:
+            parse_cores(self.cpus)
+        except ValueError as error:
+            raise ConfigError("node.cpus", self.cpus, f"cores and ranges of them, such as 0-3,8 ({error})") from error
         _check(-1 <= self.metrics_port <= 65535, "node.metrics_port", self.metrics_port, "-1 to 65535")
 
 
@@ -346,6 +370,7 @@ SHORT_FLAGS = {
     "--router": "node.router",
     "--node-id": "node.node_id",
     "--metrics-port": "node.metrics_port",
+    "--cpus": "node.cpus",
     "--prefill": "cluster.prefill",
     "--decode": "cluster.decode",
     "--block-size": "engine.block_size",

@@ -5,6 +5,7 @@ Two threads: this one steps the engine, core/node_link's owns the socket. What d
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import signal
@@ -19,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from core.clock import MonotonicClock
 from core.config import EXIT_USAGE, LOG_FORMAT, Config, parse_config
+from core.cores import claim_cores, parse_cores
 from core.engine import EngineCore
 from core.engine_model import EngineModel
 from core.errors import ConfigError, KVRelayError
@@ -186,12 +188,26 @@ class _StatsCollector(Collector):
         return self._node.metric_families()
 
 
+def _with_own_cores(config: Config) -> Config:
+    """Bind the process to node.cpus, if there are any; it computes with as many threads then. Raises ConfigError."""
+    cores = parse_cores(config.node.cpus)
+    if not cores:
+        return config
+    try:
+        claim_cores(cores)
+    except OSError as error:
+        raise ConfigError("node.cpus", config.node.cpus, f"cores that can be had here ({error})") from error
+    num_threads = config.engine.num_threads or len(cores)
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, num_threads=num_threads))
+
+
 def run_node_process(role: str, compose: Callable[[Config], NodeServer], argv: list[str] | None) -> int:
     """Main of both roles: flags, logging, `compose`, serve. A user's mistake is one line and exit code 2."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     try:
         config = parse_config(f"kvrelay {role}-node", f"One {role} node of a cluster.", NODE_SECTIONS, argv)
         load_keys(config.security.keys, NODE)  # a mistake shows at once, not after a large model has been loaded
+        config = _with_own_cores(config)  # before anything starts threads: they inherit it
         node = compose(config)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda _number, _frame: node.stop())

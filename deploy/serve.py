@@ -13,6 +13,7 @@ from pathlib import Path
 from connectors.registry import create_connector
 from core.clock import MonotonicClock
 from core.config import Config, config_to_yaml
+from core.cores import usable_cores
 from core.model_files import resolve_model
 from core.wire.curve import NODE, ROUTER, load_keys
 from deploy.child_process import ChildSpec
@@ -26,7 +27,6 @@ from deploy.topology import (
     effective_config,
     join_host_port,
     node_names,
-    num_usable_cores,
     open_http_listener,
     with_connector_defaults,
 )
@@ -40,7 +40,7 @@ def serve(config: Config) -> int:
     config = with_connector_defaults(choose_ports(config))
     create_connector(config.connector.name, config.connector.options, MonotonicClock())  # only looks at its options
     check_keys(config)
-    config = effective_config(config, resolve_model(config.model.path), num_usable_cores())
+    config = effective_config(config, resolve_model(config.model.path), len(usable_cores()))
     url = f"http://{join_host_port(connect_host(config.router.host), config.router.port)}"
     # The folder goes before the children do: they read it only when they start, and it shall go even if ending them fails.
     reclaim_folders()
@@ -51,7 +51,7 @@ def serve(config: Config) -> int:
     ):
         config_file = Path(folder) / "config.yaml"
         config_file.write_text(config_to_yaml(config))
-        specs = child_specs(config, config_file, listener.fileno())
+        specs = child_specs(config, config_file, listener.fileno(), usable_cores())
         return _run(supervisor, specs, config, config_file, url)
 
 

@@ -11,11 +11,12 @@ import errno
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from connectors.tiered.options import parse_tiered_options
 from core.config import Config, user_cache_dir
+from core.cores import format_cores
 from core.errors import ConfigError
 from deploy.child_process import ChildSpec
 
@@ -78,17 +79,28 @@ def absolute(path: str) -> str:
     return str(Path(path).absolute()) if path else ""
 
 
-def child_specs(config: Config, config_file: Path, http_fd: int) -> list[ChildSpec]:
-    """Router first, then the nodes, all with config_file. A node gets its name, and a metrics port of its own.
+def child_specs(config: Config, config_file: Path, http_fd: int, cores: Sequence[int] = ()) -> list[ChildSpec]:
+    """Router first, then the nodes, all with config_file. A node gets its name, and a metrics port and cores of its own.
 
-    http_fd: the listening HTTP socket, which every router in turn inherits.
+    http_fd: the listening HTTP socket, which every router in turn inherits. cores: to be divided among the nodes, where they are
+    enough for the threads of all (config.engine.num_threads).
     """
     router = process_spec("router", config_file, "--router.http_fd", str(http_fd))
     specs = [dataclasses.replace(router, inherited_fds=(http_fd,))]
     for position, name in enumerate(node_names(config)):
         flags = ["--metrics-port", str(config.node.metrics_port + position)] if config.node.metrics_port > 0 else []
+        if own := _own_cores(config, position, cores):
+            flags += ["--cpus", format_cores(own)]
         specs.append(process_spec(name, config_file, "--node-id", name, *flags))
     return specs
+
+
+def _own_cores(config: Config, position: int, cores: Sequence[int]) -> Sequence[int]:
+    """Those of one node: neighbours, as many for each node. None where nodes have more threads than cores."""
+    per_node = len(cores) // (config.cluster.prefill + config.cluster.decode)
+    if per_node < max(config.engine.num_threads, 1):
+        return ()
+    return cores[position * per_node : (position + 1) * per_node]
 
 
 def node_names(config: Config) -> list[str]:
@@ -117,13 +129,6 @@ def connect_host(host: str) -> str:
 def join_host_port(host: str, port: int) -> str:
     """HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def num_usable_cores() -> int:
-    """How many cores this process may use; a container's or taskset's limit counts where the system tells it."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def choose_ports(config: Config) -> Config:

@@ -81,9 +81,10 @@ class DecodePlan:
 class QueryTile:
     """Some consecutive query tokens of one request, as rows first_row to first_row + num_rows of the flat batch.
 
-    num_tiles: KV tiles from the request's first own one to the last that its last token reaches. is_hidden_by_tile: for those on
-    the causal diagonal, [num_rows * group, tile_tokens], True where the key lies after the query. first_shared_token:
-    the rows' place in SharedPlan.rows, or None.
+    num_tiles: KV tiles from the request's first own one to the last that its last token reaches; those before first_tile lie
+    before the window of all rows. is_hidden_by_tile: for those on the causal diagonal or the window's edge, [num_rows * group,
+    tile_tokens], True where the key lies after the query or before its window. first_shared_token: the rows' place in
+    SharedPlan.rows, or None.
     """
 
     first_row: int
@@ -91,6 +92,7 @@ class QueryTile:
     num_tiles: int
     is_hidden_by_tile: dict[int, Tensor]
     first_shared_token: int | None
+    first_tile: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +141,7 @@ class AttentionPlanner:
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         """The step's passes. Tensors on the planner's device."""
-        starts: list[int] = batch.query_start.tolist()
-        shares = [
-            _Share(start, end - start, seq_len)
-            for start, end, seq_len in zip(starts, starts[1:], batch.seq_lens.tolist(), strict=False)
-        ]
-        max_tiles = -(-max((share.seq_len for share in shares), default=0) // self._tile_tokens)
-        tables = _with_columns(batch.block_tables.numpy(), max_tiles * self._blocks_per_tile)
+        shares, tables = self._shares_and_tables(batch)
         # A tile can be shared by requests whose first row sees all of it; the step's own K and V are written before.
         num_full_tiles = [(share.first_position + 1) // self._tile_tokens for share in shares]
         num_tokens = [share.num_tokens for share in shares]
@@ -153,7 +149,7 @@ class AttentionPlanner:
         decoding = [r for r, share in enumerate(shares) if share.num_tokens == 1]
         decode = self._plan_decode(decoding, shares, tables, sharing) if decoding else None
         prefills = [
-            self._plan_prefill(share, sharing.num_tiles[r], sharing.first_token[r], tables[r])
+            self._plan_prefill(share, sharing.num_tiles[r], sharing.first_token[r] if sharing.num_tiles[r] else None, tables[r])
             for r, share in enumerate(shares)
             if share.num_tokens > 1
         ]
@@ -161,6 +157,25 @@ class AttentionPlanner:
         num_reads += sum(part.num_requests * part.num_tiles for part in decode.passes) if decode else 0
         num_reads += sum(len(prefill.block_ids) // self._blocks_per_tile for prefill in prefills)
         return AttentionPlan(self._plan_shared(shares, tables, sharing), decode, prefills, num_reads)
+
+    def plan_window(self, batch: AttentionBatch, sliding_window: int) -> list[PrefillPlan]:
+        """The step's passes in layers whose tokens see sliding_window positions: every request by itself, decoding ones too."""
+        shares, tables = self._shares_and_tables(batch)
+        plans = []
+        for share, table in zip(shares, tables, strict=True):
+            first_tile = max(share.first_position - sliding_window + 1, 0) // self._tile_tokens
+            plans.append(self._plan_prefill(share, first_tile, None, table, sliding_window))
+        return plans
+
+    def _shares_and_tables(self, batch: AttentionBatch) -> tuple[list[_Share], IntArray]:
+        """Requests, and their block tables filled up to whole tiles."""
+        starts: list[int] = batch.query_start.tolist()
+        shares = [
+            _Share(start, end - start, seq_len)
+            for start, end, seq_len in zip(starts, starts[1:], batch.seq_lens.tolist(), strict=False)
+        ]
+        max_tiles = -(-max((share.seq_len for share in shares), default=0) // self._tile_tokens)
+        return shares, _with_columns(batch.block_tables.numpy(), max_tiles * self._blocks_per_tile)
 
     def _plan_shared(self, shares: list[_Share], tables: IntArray, sharing: Sharing) -> SharedPlan | None:
         if not sharing.groups:
@@ -222,24 +237,41 @@ class AttentionPlanner:
             passes=passes,
         )
 
-    def _plan_prefill(self, share: _Share, first_tile: int, first_shared_token: int, block_table: IntArray) -> PrefillPlan:
+    def _plan_prefill(
+        self, share: _Share, first_tile: int, first_shared_token: int | None, block_table: IntArray, sliding_window: int = 0
+    ) -> PrefillPlan:
         skipped = first_tile * self._tile_tokens
+        window = sliding_window or share.seq_len
         query_tiles = []
         for offset in range(0, share.num_tokens, QUERY_TILE_TOKENS):
             num_rows = min(QUERY_TILE_TOKENS, share.num_tokens - offset)
             first = share.first_position + offset - skipped  # positions from here on count from the first own tile
-            num_tiles = (first + num_rows - 1) // self._tile_tokens + 1
-            row_positions = torch.arange(first, first + num_rows, device=self._device).repeat_interleave(self._group)[:, None]
-            tile_offsets = torch.arange(self._tile_tokens, device=self._device)[None, :]
-            is_hidden_by_tile = {
-                tile: tile_offsets + tile * self._tile_tokens > row_positions
-                for tile in range((first + 1) // self._tile_tokens, num_tiles)
-            }
-            shared_token = first_shared_token + offset if first_tile else None
-            query_tiles.append(QueryTile(share.first_row + offset, num_rows, num_tiles, is_hidden_by_tile, shared_token))
+            last = first + num_rows - 1
+            tiles = range(max(first - window + 1, 0) // self._tile_tokens, last // self._tile_tokens + 1)
+            query_tiles.append(
+                QueryTile(
+                    first_row=share.first_row + offset,
+                    num_rows=num_rows,
+                    num_tiles=tiles.stop,
+                    is_hidden_by_tile={
+                        tile: self._is_hidden(tile, first, num_rows, window)
+                        for tile in tiles
+                        if (tile + 1) * self._tile_tokens > first + 1 or tile * self._tile_tokens <= last - window
+                    },
+                    first_shared_token=None if first_shared_token is None else first_shared_token + offset,
+                    first_tile=tiles.start,
+                )
+            )
         end_tile = first_tile + query_tiles[-1].num_tiles
         block_ids = block_table[first_tile * self._blocks_per_tile : end_tile * self._blocks_per_tile]
         return PrefillPlan(self._on_device(block_ids), share.seq_len - skipped, query_tiles)
+
+    def _is_hidden(self, tile: int, first_position: int, num_rows: int, window: int) -> Tensor:
+        """[num_rows * group, tile_tokens]: what rows at first_position on do not see of a tile."""
+        rows = torch.arange(first_position, first_position + num_rows, device=self._device)
+        rows = rows.repeat_interleave(self._group)[:, None]
+        keys = torch.arange(tile * self._tile_tokens, (tile + 1) * self._tile_tokens, device=self._device)
+        return (keys > rows) | (keys <= rows - window)
 
     def _columns(self, first_tile: int, num_tiles: int) -> slice:
         return slice(first_tile * self._blocks_per_tile, (first_tile + num_tiles) * self._blocks_per_tile)

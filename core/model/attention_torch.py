@@ -46,6 +46,10 @@ class TorchAttention(AttentionBackend):
         self._slot_blocks = torch.empty(0, dtype=torch.int64)
         self._slot_offsets = torch.empty(0, dtype=torch.int64)
         self._plan = AttentionPlan(None, None, [], 0)
+        self._batch: AttentionBatch | None = None
+        self._max_seq_len = 0
+        self._window_plans: dict[int, list[PrefillPlan]] = {}
+        self._soft_cap = 0.0
         self._workspace = _Workspace()
         self._kv_format = kv_format or KVFormat()
 
@@ -58,13 +62,31 @@ class TorchAttention(AttentionBackend):
         self._slot_blocks = batch.slot_mapping // self._block_size
         self._slot_offsets = batch.slot_mapping % self._block_size
         self._plan = self._planner.plan(batch)
+        self._batch = batch
+        self._max_seq_len = int(batch.seq_lens.max()) if len(batch.seq_lens) else 0
+        self._window_plans = {}
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        sliding_window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
         num_tokens = self._slot_blocks.shape[0]
         for values, cache in ((key, key_cache), (value, value_cache)):
             cache[self._slot_blocks, self._slot_offsets] = self._kv_format.encode(values[:num_tokens]).to(cache.dtype)
         scaled_query = query.float() * scale
         output = torch.zeros_like(query)
+        self._soft_cap = soft_cap
+        if 0 < sliding_window < self._max_seq_len:
+            for windowed in self._plan_window(sliding_window):
+                self._attend_prefill(windowed, None, scaled_query, key_cache, value_cache, output)
+            return output
         plan = self._plan
         shared = None if plan.shared is None else self._attend_shared(plan.shared, scaled_query, key_cache, value_cache)
         if plan.decode is not None:
@@ -73,6 +95,13 @@ class TorchAttention(AttentionBackend):
         for prefill in plan.prefills:
             self._attend_prefill(prefill, shared, scaled_query, key_cache, value_cache, output)
         return output
+
+    def _plan_window(self, sliding_window: int) -> list[PrefillPlan]:
+        """The step's plan for layers of this window, made by the first of them."""
+        if sliding_window not in self._window_plans:
+            assert self._batch is not None
+            self._window_plans[sliding_window] = self._planner.plan_window(self._batch, sliding_window)
+        return self._window_plans[sliding_window]
 
     def _attend_shared(self, plan: SharedPlan, scaled_query: Tensor, key_cache: Tensor, value_cache: Tensor) -> _OnlineSoftmax:
         """The shared tokens' softmax after their shared tiles; batch: KV heads, rows: tokens * group."""
@@ -146,7 +175,7 @@ class TorchAttention(AttentionBackend):
             else:
                 first = tile.first_shared_token * group
                 softmax = shared.rows(slice(first, first + num_rows))
-            for kv_tile in range(tile.num_tiles):
+            for kv_tile in range(tile.first_tile, tile.num_tiles):
                 positions = slice(kv_tile * self._tile_tokens, (kv_tile + 1) * self._tile_tokens)
                 scores = self._scores(query, keys[:, :, positions], 1)
                 if (is_hidden := tile.is_hidden_by_tile.get(kv_tile)) is not None:
@@ -163,7 +192,10 @@ class TorchAttention(AttentionBackend):
         if num_tiles > 1:
             query = query.repeat(num_tiles, 1, 1)
         scores = self._workspace.take("scores", query, (keys.shape[0], query.shape[1], keys.shape[2]))
-        return torch.bmm(query, keys, out=scores)
+        torch.bmm(query, keys, out=scores)
+        if self._soft_cap:  # tanh by exp, which gives every element the same bits wherever it lies; torch's tanh need not
+            scores.mul_(2.0 / self._soft_cap).exp_().add_(1.0).reciprocal_().mul_(-2.0).add_(1.0).mul_(self._soft_cap)
+        return scores
 
     def _read_tiles(self, name: str, cache: Tensor, block_ids: Tensor, num_tiles: int) -> Tensor:
         """The named blocks as [num_tiles * num_kv_heads, positions, head_dim] float32, valid until the next of this name."""
@@ -211,7 +243,7 @@ class _OnlineSoftmax(NamedTuple):
     @classmethod
     def new(cls, batch: int, num_rows: int, like: Tensor) -> _OnlineSoftmax:
         """Before the first tile. like: of the result's head_dim, dtype and device."""
-        maximum = like.new_full((batch, num_rows, 1), -torch.inf)
+        maximum = like.new_full((batch, num_rows, 1), torch.finfo(torch.float32).min)
         return cls(maximum, like.new_zeros(batch, num_rows, 1), like.new_zeros(batch, num_rows, like.shape[-1]))
 
     def batch(self, part: slice) -> _OnlineSoftmax:
@@ -226,9 +258,8 @@ class _OnlineSoftmax(NamedTuple):
         """Merge num_tiles tiles. scores: [num_tiles * batch, rows or more, positions], overwritten; rows beyond ours only fill up
         the product to a multiple of ROW_MULTIPLE. values: [num_tiles * batch, positions, head_dim].
 
-        A tile that is wholly hidden from a row leaves it bit for bit as it was. Every row sees position 0, so that its maximum is
-        finite from the first tile on. Maxima are exact and additions keep their order: tiles that come together leave the
-        bits that one after the other would.
+        A tile that is wholly hidden from a row leaves it bit for bit as it was: the maximum is finite from the beginning.
+        Maxima are exact and additions keep their order: tiles that come together leave the bits that one after the other would.
         """
         batch, num_rows, _ = self.maximum.shape
         weights = scores[:, :num_rows]

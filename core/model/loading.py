@@ -20,9 +20,11 @@ from core.kv.device_copies import OpenCopies
 from core.kv.hashing import Namespace
 from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
+from core.model.cuda_graphs import CudaRecorder
 from core.model.description import describe_model
 from core.model.device_pool import DevicePool, find_device
-from core.model.runner import TorchModelRunner
+from core.model.kernels import choose_native, kernel_class
+from core.model.runner import TORCH_DTYPES, TorchModelRunner
 from core.model_files import resolve_model
 
 _logger = logging.getLogger(__name__)
@@ -56,16 +58,29 @@ def load_model(model: ModelOptions, engine: EngineOptions) -> LoadedModel:
         raise ConfigError("engine.kv_pool_mib", engine.kv_pool_mib, f"at least {layout.block_stride_bytes / MIB:.1f}, one block")
     try:
         pool, connector_memory = _allocate(layout, num_blocks, device, engine.staging_mib)
-        runner = TorchModelRunner.load(model_dir, description, pool, engine.num_threads, max_lora_rank=engine.max_lora_rank)
+        runner = TorchModelRunner.load(
+            model_dir,
+            description,
+            pool,
+            engine.num_threads,
+            max_lora_rank=engine.max_lora_rank,
+            is_batch_invariant=engine.batch_invariant,
+            cpu_kernels=engine.cpu_kernels,
+        )
+        if device.type == "cuda":
+            runner.use_decode_graphs(CudaRecorder(device), engine.max_num_seqs, description.max_model_len)
     except torch.OutOfMemoryError as error:
         pool_mib = num_blocks * layout.block_stride_bytes // MIB
         raise ConfigError("engine.kv_pool_mib", pool_mib, f"a pool that fits on {device} beside the weights") from error
+    native = choose_native(engine.cpu_kernels, device, TORCH_DTYPES[description.dtype])
+    kernels = kernel_class(native) if device.type == "cpu" else device.type
     _logger.info(
-        "loaded %s as %s%s on %s in %.1f s; KV pool: %d blocks of %d tokens in %s, %.0f MiB",
+        "loaded %s as %s%s on %s (%s kernels) in %.1f s; KV pool: %d blocks of %d tokens in %s, %.0f MiB",
         model.path,
         model.dtype,
         "" if model.quantization == "none" else f" with {model.quantization} projections",
         device,
+        kernels,
         time.monotonic() - started_s,
         num_blocks,
         engine.block_size,
@@ -74,7 +89,7 @@ def load_model(model: ModelOptions, engine: EngineOptions) -> LoadedModel:
     )
     return LoadedModel(
         model=EngineModel(
-            namespace=Namespace(_fingerprint_on(device, description.model_fingerprint), layout.fingerprint, engine.block_size),
+            namespace=Namespace(_fingerprint_by(kernels, description.model_fingerprint), layout.fingerprint, engine.block_size),
             layout=layout,
             max_model_len=description.max_model_len,
             vocab_size=description.vocab_size,
@@ -101,8 +116,6 @@ def _allocate(
     return DevicePool.allocate(layout, num_blocks, device), KVPoolMemory(layout, num_slots)
 
 
-def _fingerprint_on(device: torch.device, model_fingerprint: bytes) -> bytes:
-    """Kinds of devices round differently: KV of one must not be a hit for the other, or answers depend on who computed what."""
-    if device.type == "cpu":
-        return model_fingerprint
-    return sha256(model_fingerprint + device.type.encode()).digest()[: len(model_fingerprint)]
+def _fingerprint_by(kernels: str, model_fingerprint: bytes) -> bytes:
+    """Kernels round differently: KV of one kind must not be a hit for the other, or answers depend on who computed what."""
+    return sha256(model_fingerprint + kernels.encode()).digest()[: len(model_fingerprint)]

@@ -1,4 +1,4 @@
-"""Runs steps of a Llama in torch over the KV pool: keeps each request's tokens and blocks, builds the flat batch, samples.
+"""Runs steps of a model in torch over the KV pool: keeps each request's tokens and blocks, builds the flat batch, samples.
 
 The scheduler decides what is computed (core/step.py); nothing here chooses. One runner per process, on the step thread.
 """
@@ -6,6 +6,7 @@ The scheduler decides what is computed (core/step.py); nothing here chooses. One
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +20,20 @@ from core.errors import ConfigError
 from core.kv.pool_memory import KVPoolMemory
 from core.model.adapter_store import TorchAdapterStore
 from core.model.attention import AttentionBackend, AttentionBatch
-from core.model.attention_torch import TorchAttention
+from core.model.attention_cuda import CudaAttention, DecodeBuffers
+from core.model.cuda_graphs import DecodeBatch, DecodeGraphs, Record, padded_batch_sizes
+from core.model.decoder import DecoderModel
 from core.model.description import ModelDescription
 from core.model.device_pool import DevicePool, memory_of
-from core.model.kv_format import kv_format_of
-from core.model.linear import make_torch_linear, padded_num_rows
-from core.model.llama import LlamaModel
+from core.model.kernels import choose_native
+from core.model.linear import padded_num_rows
+from core.model.load_decoder import load_decoder
+from core.model.logit_adjustments import apply_token_masks
+from core.model.logprobs import LOGPROB_CHUNK_ROWS, token_logprobs
 from core.model.lora import AdapterLayers, AdapterRows
-from core.model.quantized_linear import quantizing_linears
-from core.model.rotary import RotaryEmbedding
-from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, apply_token_masks, token_logprobs
+from core.model.sampled_row import SampledRow, TokenCounts
+from core.model.sampler import Sampler, is_plain
 from core.model.shared_tiles import CascadeRule
-from core.model.weights import load_llama_weights
 from core.sampling_params import SamplingParams
 from core.step import NewRequest, StepPlan, StepResult, TokenLogprob
 
@@ -65,7 +68,7 @@ class _GrowingArray:
 class _RequestState:
     """What the runner knows of a request between steps."""
 
-    __slots__ = ("adapter", "block_ids", "num_computed_tokens", "num_prompt_tokens", "sampling", "token_ids")
+    __slots__ = ("adapter", "block_ids", "counts", "num_computed_tokens", "num_prompt_tokens", "sampling", "token_ids")
 
     def __init__(self, request: NewRequest) -> None:
         assert request.adapter is None or isinstance(request.adapter, AdapterLayers)
@@ -75,6 +78,7 @@ class _RequestState:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_computed_tokens = request.num_computed_tokens
         self.sampling: SamplingParams = request.sampling
+        self.counts = TokenCounts(request.num_prompt_tokens) if request.sampling.has_penalties else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ class TorchModelRunner:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: DecoderModel,
         attention: AttentionBackend,
         sampler: Sampler,
         pool: KVPoolMemory | DevicePool,
@@ -129,7 +133,10 @@ class TorchModelRunner:
         self._kv_caches = kv_cache_views(pool)
         self._device = memory_of(pool).device
         self._num_threads = torch.get_num_threads()
+        self._row_multiple = model.row_multiple
+        self._sampling_s = self._execution_s = 0.0
         self._requests: dict[str, _RequestState] = {}
+        self._graphs: DecodeGraphs | None = None
 
     @classmethod
     def load(
@@ -140,9 +147,12 @@ class TorchModelRunner:
         num_threads: int = 0,
         cascade: CascadeRule | None = None,
         max_lora_rank: int = 64,
+        is_batch_invariant: bool = False,
+        cpu_kernels: str = "auto",
     ) -> TorchModelRunner:
         """Load the weights of `model_dir` for a pool of description.kv_layout, to its device. num_threads 0: what torch chooses.
-        cascade: when requests that share blocks read them together; None: where that was measured to pay.
+        cascade: when requests that share blocks read them together (plain torch only); None: where that was measured to pay.
+        is_batch_invariant: also on CUDA, by slower kernels. cpu_kernels: see EngineOptions.
 
         The number of threads is the process's (torch has one setting). Raises ModelLoadError, or ConfigError if the pool
         has another layout.
@@ -153,20 +163,23 @@ class TorchModelRunner:
             torch.set_num_threads(num_threads)
         architecture, device = description.architecture, memory_of(pool).device
         dtype = TORCH_DTYPES[description.dtype]
-        make_linear = quantizing_linears(description.quantization, dtype, device, make_torch_linear)
-        weights = load_llama_weights(model_dir, architecture, dtype, device, make_linear)
-        rotary = RotaryEmbedding(architecture, description.max_model_len, device)
-        attention = TorchAttention(
-            *(pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads, device),
-            cascade,
-            kv_format_of(pool.layout),
-        )
-        model = LlamaModel(architecture, weights, rotary, attention)
+        native = choose_native(cpu_kernels, device, dtype)
+        model, attention = load_decoder(model_dir, description, dtype, device, native, cascade, is_batch_invariant)
         adapters = TorchAdapterStore(architecture, dtype, device, max_lora_rank)
         return cls(model, attention, Sampler(description.eos_token_ids), pool, adapters)
 
+    def use_decode_graphs(self, record: Record, max_num_seqs: int, max_model_len: int) -> None:
+        """Run steps of decodes, without adapters and of max_num_seqs requests at most, as recordings made by `record`, where the
+        attention backend allows it.
+        """
+        if isinstance(self._attention, CudaAttention) and self._attention.has_static_decodes:
+            sizes = padded_batch_sizes(max_num_seqs, self._row_multiple)
+            max_blocks = -(-max_model_len // self._block_size)
+            self._graphs = DecodeGraphs(self._forward_decodes, record, sizes, max_blocks, self._device)
+
     def execute(self, plan: StepPlan) -> StepResult:
         """See core.step.ModelRunner. A plan that does not fit what the runner holds is a bug of the scheduler and asserts."""
+        started_s = time.perf_counter()
         if torch.get_num_threads() != self._num_threads:  # OpenMP counts them for each thread that calls it
             torch.set_num_threads(self._num_threads)
         self._apply_deltas(plan)
@@ -177,11 +190,21 @@ class TorchModelRunner:
             hidden = self._forward(scheduled, plan.num_common_prefix_blocks)
             prompt_logprobs = self._prompt_logprobs(scheduled, hidden)
             sampled, logprobs = self._sample(scheduled, hidden)
+        self._execution_s += time.perf_counter() - started_s
         for share, tokens in zip(scheduled, sampled, strict=True):
             share.state.token_ids.append(tokens)
             # What was computed for drafts that were not sampled is void.
             share.state.num_computed_tokens = share.state.token_ids.length - 1 if tokens else share.end_position
         return StepResult(sampled_token_ids=sampled, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def take_part_seconds(self) -> dict[str, float]:
+        """Seconds of execute by part since the last call; empty where the model does not measure its own. Step thread."""
+        parts = self._model.take_part_seconds()
+        if parts:
+            parts["sampling"] = self._sampling_s
+            parts["Python"] = self._execution_s - sum(parts.values())
+        self._sampling_s = self._execution_s = 0.0
+        return parts
 
     def _apply_deltas(self, plan: StepPlan) -> None:
         for request_id in plan.removed_request_ids:
@@ -212,7 +235,7 @@ class TorchModelRunner:
     def _forward(self, scheduled: list[_Scheduled], num_common_blocks: int) -> Tensor:
         """Hidden states of all scheduled tokens (and padding rows), [num_rows, hidden]; writes their KV."""
         num_tokens = scheduled[-1].first_row + scheduled[-1].end_position - scheduled[-1].first_position
-        token_ids = np.zeros(padded_num_rows(num_tokens), dtype=np.int64)
+        token_ids = np.zeros(-(-num_tokens // self._row_multiple) * self._row_multiple, dtype=np.int64)
         positions = np.zeros_like(token_ids)
         slot_mapping = np.empty(num_tokens, dtype=np.int64)
         block_tables = np.zeros((len(scheduled), max(share.state.block_ids.length for share in scheduled)), dtype=np.int64)
@@ -227,6 +250,10 @@ class TorchModelRunner:
             block_tables[i, : state.block_ids.length] = state.block_ids.values
             if state.adapter is not None:
                 rows_by_adapter.setdefault(state.adapter, []).append(np.arange(rows.start, rows.stop))
+        if self._graphs is not None and not rows_by_adapter and num_tokens == len(scheduled):
+            decodes = DecodeBatch(token_ids[:num_tokens], positions[:num_tokens], slot_mapping, block_tables)
+            if (hidden := self._graphs.try_run(decodes)) is not None:
+                return hidden
         self._attention.begin_step(
             AttentionBatch(
                 slot_mapping=self._on_device(slot_mapping),
@@ -237,7 +264,13 @@ class TorchModelRunner:
             )
         )
         adapters = [self._adapter_rows(adapter, np.concatenate(rows)) for adapter, rows in rows_by_adapter.items()]
-        return self._model.forward(self._on_device(token_ids), self._on_device(positions), self._kv_caches, adapters)
+        return self._model.forward(self._on_device(token_ids), self._on_device(positions), self._kv_caches, adapters, num_tokens)
+
+    def _forward_decodes(self, token_ids: Tensor, positions: Tensor, buffers: DecodeBuffers) -> Tensor:
+        """What a recording of decodes holds; see DecodeGraphs."""
+        assert isinstance(self._attention, CudaAttention)
+        self._attention.begin_decodes(buffers)
+        return self._model.forward(token_ids, positions, self._kv_caches)
 
     def _adapter_rows(self, adapter: AdapterLayers, rows: IntArray) -> AdapterRows:
         padded: IntArray = np.full(padded_num_rows(len(rows)), rows[0])
@@ -258,15 +291,24 @@ class TorchModelRunner:
                 row_numbers += range(end - num_drafts - 1, end)
                 first_length = len(token_ids) - num_drafts
                 masks: Sequence[bytes | None] = share.masks or [None] * (num_drafts + 1)
+                if state.counts is not None:
+                    state.counts.advance(token_ids[:first_length])
                 rows += [
-                    SampledRow(state.sampling, token_ids[:length], state.num_prompt_tokens, mask)
-                    for length, mask in zip(range(first_length, len(token_ids) + 1), masks, strict=True)
+                    # Drafts may come to nothing, so rows behind them are counted anew.
+                    SampledRow(state.sampling, token_ids[:length], state.num_prompt_tokens, mask, counts)
+                    for length, mask, counts in zip(
+                        range(first_length, len(token_ids) + 1), masks, [state.counts] + [None] * num_drafts, strict=True
+                    )
                 ]
         if not rows:
             return [[] for _ in scheduled], {}
-        logits = self._model.logits(hidden[row_numbers]).cpu()
+        logits = self._model.logits(hidden[row_numbers])
+        if not all(is_plain(row) for row in rows):  # what is plain is chosen where the logits are, and only tokens are copied
+            logits = logits.cpu()
+        started_s = time.perf_counter()
         apply_token_masks(logits, rows)
         tokens = iter(self._sampler.sample(logits, rows))
+        self._sampling_s += time.perf_counter() - started_s
         sampled = [_kept_tokens(share.drafts, tokens) if share.is_sampled else [] for share in scheduled]
         return sampled, _logprobs(scheduled, sampled, logits)
 

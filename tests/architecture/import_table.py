@@ -12,6 +12,7 @@ VALUES = (  # the first row: values, configuration, rendering
     "core.addresses",
     "core.clock",
     "core.config",
+    "core.cores",
     "core.metrics",
     "core.stats",
     "core.sampling_params",
@@ -46,7 +47,7 @@ IMPORT_TABLE: dict[str, Room] = {
             *(*VALUES, "core.step", "core.engine_model"),
             *("core.kv.layout", "core.kv.pool_memory", "core.kv.device_copies", "core.kv.hashing"),
         ),
-        outside=frozenset({"torch", "numpy", "safetensors", "transformers", "gguf", "tokenizers"}),
+        outside=frozenset({"torch", "numpy", "safetensors", "transformers", "gguf", "tokenizers", "flash_attn"}),
     ),
     "connectors": Room(ours=(*VALUES, "core.kv"), outside=frozenset({"numpy", "xxhash"})),  # and one client library per file
     "connectors.vllm_plugin": Room(

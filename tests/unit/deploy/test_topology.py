@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,19 @@ def test_default_folder_of_cache_is_that_of_serve_in_tiers_too() -> None:
         options = [config.connector.options for config in (of_serve, of_cache)]
         where = [found["path"] if connector.name == "nvme" else found["nvme"]["path"] for found in options]
         assert where[0] == where[1] == str(user_cache_dir() / "kv")
+
+
+def cpus_of_nodes(config: Config, cores: Sequence[int]) -> list[str | None]:
+    specs = child_specs(effective(config, len(cores)), Path("c.yaml"), 7, cores)[1:]
+    return [spec.argv[spec.argv.index("--cpus") + 1] if "--cpus" in spec.argv else None for spec in specs]
+
+
+def test_child_specs_every_node_has_cores_of_its_own() -> None:
+    assert cpus_of_nodes(Config(), [0, 1]) == ["0", "1"]
+    assert cpus_of_nodes(Config(cluster=ClusterOptions(prefill=1, decode=2)), [0, 1, 2, 3, 8, 9, 10]) == ["0-1", "2-3", "8-9"]
+    assert cpus_of_nodes(Config(cluster=ClusterOptions(prefill=0, decode=1)), [4, 5]) == ["4-5"]
+
+
+def test_child_specs_too_few_cores_are_everybodys() -> None:
+    assert cpus_of_nodes(Config(cluster=ClusterOptions(prefill=1, decode=2)), [0, 1]) == [None, None, None]
+    assert cpus_of_nodes(Config(engine=EngineOptions(num_threads=2)), [0, 1]) == [None, None]

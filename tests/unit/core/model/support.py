@@ -73,12 +73,18 @@ class Driver:
     """A scheduler's stand-in: blocks in random order, any number of tokens per request and step."""
 
     def __init__(
-        self, folder: Path, dtype: str = "float32", num_blocks: int = 256, seed: int = 0, options: ModelOptions | None = None
+        self,
+        folder: Path,
+        dtype: str = "float32",
+        num_blocks: int = 256,
+        seed: int = 0,
+        options: ModelOptions | None = None,
+        cpu_kernels: str = "auto",
     ) -> None:
         """options: others than the defaults, instead of dtype."""
         self.description: ModelDescription = describe_model(folder, options or ModelOptions(dtype=dtype), BLOCK_SIZE)
         self.pool = KVPoolMemory(self.description.kv_layout, num_blocks)
-        self.runner = TorchModelRunner.load(folder, self.description, self.pool, 0)
+        self.runner = TorchModelRunner.load(folder, self.description, self.pool, 0, cpu_kernels=cpu_kernels)
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
         self._step_id = 0

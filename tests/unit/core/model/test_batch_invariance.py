@@ -13,6 +13,7 @@ from tests.unit.core.model.support import Driver, Request, random_prompt, save_l
 
 CHUNKS = (1, 7, 37, 100, 512, 10_000)
 DTYPES = ("float32", "bfloat16", "float16")
+KERNELS = [("native", "float32"), ("native", "bfloat16"), *(("torch", dtype) for dtype in DTYPES)]
 WITH_LOGPROBS = SamplingParams(temperature=0.0, max_tokens=100, logprobs=5, prompt_logprobs=2)
 # Head counts and widths with every kind of remainder: groups of 3, 1 and 8; widths that are no multiple of a vector.
 SHAPES = {
@@ -50,10 +51,10 @@ def _run(driver: Driver, prompt: list[int], chunk: int, num_output_tokens: int =
     return request, kv
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kernels", "dtype"), KERNELS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_runner_any_chunk_size_same_bits(folders: dict[str, Path], shape: str, dtype: str) -> None:
-    driver = Driver(folders[shape], dtype)
+def test_runner_any_chunk_size_same_bits(folders: dict[str, Path], shape: str, kernels: str, dtype: str) -> None:
+    driver = Driver(folders[shape], dtype, cpu_kernels=kernels)
     prompt = random_prompt(531, seed=1)
     expected, expected_kv = _run(driver, prompt, chunk=10_000)
     assert not expected_kv.isnan().any()
@@ -65,10 +66,10 @@ def test_runner_any_chunk_size_same_bits(folders: dict[str, Path], shape: str, d
         assert found.prompt_logprobs == expected.prompt_logprobs, f"chunk {chunk}: prompt logits differ"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kernels", "dtype"), KERNELS)
 @pytest.mark.parametrize("shape", ["tiny", "smollm2"])
-def test_runner_decode_recomputed_as_prefill_same_bits(folders: dict[str, Path], shape: str, dtype: str) -> None:
-    driver = Driver(folders[shape], dtype)
+def test_runner_decode_recomputed_as_prefill_same_bits(folders: dict[str, Path], shape: str, kernels: str, dtype: str) -> None:
+    driver = Driver(folders[shape], dtype, cpu_kernels=kernels)
     request = driver.run_alone(driver.add("a", random_prompt(250, seed=2), WITH_LOGPROBS), 20, chunk=64)
     decoded_kv, decoded_logprobs = driver.kv(request), list(request.logprobs)
     output = list(request.output)
@@ -80,14 +81,16 @@ def test_runner_decode_recomputed_as_prefill_same_bits(folders: dict[str, Path],
     assert request.logprobs[-1] == decoded_logprobs[-1]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kernels", "dtype"), KERNELS)
 @pytest.mark.parametrize(("shape", "seed"), [("tiny", 0), ("smollm2", 2), ("odd", 3), ("wide_group", 4)])
-def test_runner_random_batches_same_bits_as_alone(folders: dict[str, Path], shape: str, seed: int, dtype: str) -> None:
+def test_runner_random_batches_same_bits_as_alone(
+    folders: dict[str, Path], shape: str, seed: int, kernels: str, dtype: str
+) -> None:
     rng = random.Random(seed)
     num_requests = 6 if shape == "smollm2" else 8
     prompts = [random_prompt(rng.choice((1, 5, 16, 33, 120, 255, 256, 257, 300)), seed=100 + i) for i in range(num_requests)]
-    alone = Driver(folders[shape], dtype, seed=1)
-    together = Driver(folders[shape], dtype, num_blocks=400, seed=2)
+    alone = Driver(folders[shape], dtype, seed=1, cpu_kernels=kernels)
+    together = Driver(folders[shape], dtype, num_blocks=400, seed=2, cpu_kernels=kernels)
     requests = [together.add(f"r{i}", prompt, WITH_LOGPROBS) for i, prompt in enumerate(prompts)]
     num_output_tokens = 6
     while running := [request for request in requests if len(request.output) < num_output_tokens]:
@@ -108,9 +111,9 @@ def test_runner_random_batches_same_bits_as_alone(folders: dict[str, Path], shap
         assert _same_bits(together.kv(request), expected_kv)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_runner_any_number_of_threads_same_bits(folders: dict[str, Path], dtype: str) -> None:
-    driver = Driver(folders["smollm2"], dtype)
+@pytest.mark.parametrize(("kernels", "dtype"), KERNELS)
+def test_runner_any_number_of_threads_same_bits(folders: dict[str, Path], kernels: str, dtype: str) -> None:
+    driver = Driver(folders["smollm2"], dtype, cpu_kernels=kernels)
     prompt = random_prompt(300, seed=5)
     expected: torch.Tensor | None = None
     try:

@@ -162,13 +162,13 @@ def test_runner_requests_over_one_prefix_same_bits_as_alone(tmp_path: Path, dtyp
     asking = SamplingParams(temperature=0.0, max_tokens=100, logprobs=3)
     shared = random_prompt(528, seed=1)
     prompts = [shared + random_prompt(count, seed=10 + count) for count in (1, 2, 5, 40, 300)] + [random_prompt(530, seed=9)]
-    alone = Driver(tmp_path, dtype, seed=1)
+    alone = Driver(tmp_path, dtype, seed=1, cpu_kernels="torch")
     expected = []
     for index, prompt in enumerate(prompts):
         request = alone.run_alone(alone.add(f"r{index}", prompt, asking), 4, chunk=10_000)
         expected.append((request.output, request.logprobs, alone.kv(request)))
         alone.remove(request)
-    together = Driver(tmp_path, dtype, num_blocks=400, seed=2)
+    together = Driver(tmp_path, dtype, num_blocks=400, seed=2, cpu_kernels="torch")
     first = together.run_alone(together.add("first", shared, asking), 1, chunk=10_000)
     requests = [together.add(f"r{index}", prompt, asking) for index, prompt in enumerate(prompts)]
     for index, request in enumerate(requests[:-1]):

@@ -110,10 +110,29 @@ def test_describe_model_fingerprint_differs_where_kv_would(folder: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: LlamaForCausalLM"),
+        (
+            {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
+            "MambaForCausalLM is not supported: it keeps a recurrent",
+        ),
+        ({"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration is not supported; supported: causal"),
+        (
+            {"architectures": ["FalconForCausalLM"], "model_type": "falcon"},
+            "FalconForCausalLM is not supported: its config gives no shape",
+        ),
+        (
+            {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"},
+            "StableLmForCausalLM .* computes attention itself",
+        ),
+        ({"architectures": ["XLMForCausalLM"]}, "architecture XLMForCausalLM is not supported"),
         ({"architectures": None}, "architecture unknown is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "RoPE type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "RoPE type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}}, "1 factors for 8 pairs"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary embeddings"),
+        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok is 3"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 2}, "missing the field num_experts_per_tok"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},
             "quant_method 'bitsandbytes' .* supported: fp8",
