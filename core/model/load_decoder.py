@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from core.errors import ConfigError
 from core.model.architecture import TRANSFORMERS_FAMILY
 from core.model.attention import AttentionBackend
 from core.model.attention_cuda import make_cuda_attention
@@ -25,6 +27,8 @@ from core.model.rotary import RotaryEmbedding
 from core.model.shared_tiles import CascadeRule
 from core.model.weights import load_llama_weights
 
+_logger = logging.getLogger(__name__)
+
 
 def load_decoder(
     model_dir: Path,
@@ -38,7 +42,7 @@ def load_decoder(
     """With weights of `dtype` on `device`, and the attention that it was made with. native: the compiled extension, or None.
     is_batch_invariant: also on CUDA, by slower kernels.
 
-    Raises ModelLoadError.
+    Raises ModelLoadError or ConfigError.
     """
     architecture, block_size = description.architecture, description.kv_layout.block_size
     heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
@@ -47,10 +51,15 @@ def load_decoder(
     if device.type == "cuda" and is_kv_native:
         attention = make_cuda_attention(is_batch_invariant, device, dtype, block_size, heads, kv_heads, architecture.head_dim)
     elif native is None or architecture.head_dim % 2 or not is_kv_native:
+        if not is_kv_native and (native is not None or device.type == "cuda"):
+            stored = description.kv_layout.dtype
+            _logger.info("KV is stored as %s: plain torch attends, slower than the kernels for %s", stored, description.dtype)
         attention = TorchAttention(block_size, heads, kv_heads, device, cascade, kv_format_of(description.kv_layout))
     else:
         attention = NativeAttention(native, block_size)
     if architecture.family == TRANSFORMERS_FAMILY:
+        if description.quantization != "none":
+            raise ConfigError("model.quantization", description.quantization, "none where transformers' own class is the model")
         # Not at the top: importing transformers takes seconds, which the families of our own need not wait for.
         from core.model.transformers_check import check_model
         from core.model.transformers_model import TransformersModel
