@@ -5,7 +5,8 @@ python -m bench.quantization --modes bfloat16,float32,int8,int4,kv-fp8,kv-int8 -
 The text is Python's own documentation (pydoc_data.topics), English prose with code. perplexity: over the text. same_answers,
 mean_same_tokens: greedy continuations of prompts that equal those of the first mode, and how far they do. likeliest: the share of
 the first mode's tokens that a mode would have chosen too, had it written all before. Tokens/s are medians over rounds in which
-all modes take turns, in random order; ratios are medians of a round's against the first mode's.
+all modes take turns, in random order; ratios are medians of a round's against the first mode's. Of the default model int4 says
+little: its weights come from a file of 4 bits with the same groups.
 """
 
 from __future__ import annotations

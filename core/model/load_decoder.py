@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from core.errors import ConfigError
 from core.model.architecture import TRANSFORMERS_FAMILY, ModelArchitecture
 from core.model.attention import AttentionBackend
 from core.model.attention_cuda import make_cuda_attention
@@ -26,6 +28,8 @@ from core.model.quantized_linear import quantizing_linears
 from core.model.rotary import RotaryEmbedding
 from core.model.shared_tiles import CascadeRule
 from core.model.weights import load_llama_weights
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ def load_decoder(
     """With weights of `dtype` on `device`, and the attention that it was made with. native: the compiled extension, or None.
     is_batch_invariant: also on CUDA, by slower kernels. part: None: all of it.
 
-    Raises ModelLoadError.
+    Raises ModelLoadError or ConfigError.
     """
     part = part or DecoderPart(description.architecture)
     architecture, block_size = part.architecture, description.kv_layout.block_size
@@ -62,10 +66,15 @@ def load_decoder(
     if device.type == "cuda" and is_kv_native:
         attention = make_cuda_attention(is_batch_invariant, device, dtype, block_size, heads, kv_heads, architecture.head_dim)
     elif native is None or architecture.head_dim % 2 or not is_kv_native:
+        if not is_kv_native and (native is not None or device.type == "cuda"):
+            stored = description.kv_layout.dtype
+            _logger.info("KV is stored as %s: plain torch attends, slower than the kernels for %s", stored, description.dtype)
         attention = TorchAttention(block_size, heads, kv_heads, device, cascade, kv_format_of(description.kv_layout))
     else:
         attention = NativeAttention(native, block_size)
     if architecture.family == TRANSFORMERS_FAMILY:
+        if description.quantization != "none":
+            raise ConfigError("model.quantization", description.quantization, "none where transformers' own class is the model")
         # Not at the top: importing transformers takes seconds, which the families of our own need not wait for.
         from core.model.transformers_check import check_model
         from core.model.transformers_model import TransformersModel

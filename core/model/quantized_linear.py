@@ -55,8 +55,8 @@ class Int8Linear(Linear):
 class Int4Linear(Linear):
     """Weights as numbers of 4 bits, with a scale and a zero point per output and INT4_GROUP inputs; inputs as they are, bfloat16.
 
-    num_inputs must be a multiple of INT4_GROUP, num_outputs of 16. Reads a quarter of the bytes, which makes single rows
-    faster; many rows are slower than in bfloat16.
+    num_inputs must be a multiple of INT4_GROUP, num_outputs of 16. Reads a quarter of the bytes; faster than torch's bfloat16
+    product for single rows only.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:

@@ -35,9 +35,9 @@ def read_architecture(config: Config, model_dir: Path, max_model_len: int = 0) -
     """
     names = config.get("architectures") or []
     name = names[0] if names else "unknown"
-    if config.get("quantization_config"):
-        raise ModelLoadError(f"{model_dir}: quantized weights are not supported; use a float folder or a GGUF file")
     reader = READERS.get(name)
+    if reader is None and config.get("quantization_config"):
+        raise ModelLoadError(f"{model_dir}: quantized weights of {name} are not supported; supported: of {', '.join(READERS)}")
     try:
         return reader(config, max_model_len) if reader else read_from_transformers(config, model_dir)
     except KeyError as error:

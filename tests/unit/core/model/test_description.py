@@ -125,6 +125,10 @@ def test_describe_model_fingerprint_differs_where_kv_would(folder: Path) -> None
         ),
         ({"architectures": ["XLMForCausalLM"]}, "architecture XLMForCausalLM is not supported"),
         ({"architectures": None}, "architecture unknown is not supported"),
+        (
+            {"architectures": ["GPT2LMHeadModel"], "quantization_config": {"quant_method": "fp8"}},
+            "quantized weights of GPT2LMHeadModel are not supported; supported: of LlamaForCausalLM",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "RoPE type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}}, "1 factors for 8 pairs"),
