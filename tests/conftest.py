@@ -6,6 +6,7 @@ And the CPU kernels are there before the first test that computes with them.
 from __future__ import annotations
 
 import contextlib
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ for _name, _max_examples in (("ci", CI_EXAMPLES), ("long", LONG_EXAMPLES)):
 settings.load_profile("ci")
 
 _TESTS = Path(__file__).parent
-_WITH_MODEL = tuple(_TESTS / name for name in ("unit/core/model", "e2e", "fault", "simulation"))  # may compute with the model
+_WITH_MODEL = tuple(_TESTS / name for name in ("unit/core/model", "e2e", "fault"))  # may compute with the model
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -39,5 +40,5 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     from core.config import user_cache_dir
     from core.model.native.build import SOURCES, find_or_build
 
-    with contextlib.suppress(OSError, RuntimeError):  # tests of the kernels say what is wrong
+    with contextlib.suppress(OSError, RuntimeError, subprocess.SubprocessError):  # tests of the kernels say what is wrong
         find_or_build(user_cache_dir() / "native", SOURCES)
