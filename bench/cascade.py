@@ -4,7 +4,8 @@ python -m bench.cascade --dtypes bfloat16 --requests 2,4,8,16,32,64 --prefixes 2
 
 With plain-torch attention, which alone reads shared blocks together. Both ways run over one KV pool of random values, step by
 step in turn, and must sample the same tokens. With one thread times are CPU time, which a busy machine disturbs little; with
-more they are wall time. ratio: median over the pairs of steps; below 1 sharing pays. tile_reads: KV tiles that a layer gathers. chosen: whether the rule in force shares.
+more they are wall time. ratio: median over the pairs of steps; below 1 sharing pays. tile_reads: KV tiles that a layer gathers.
+chosen: whether the rule in force shares.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ from core.errors import ConfigError
 MIB = 1024 * 1024
 DEFAULT_MODEL = "smollm2"
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
+KV_EVENT_POLICIES = ("kv_aware",)  # what they decide by comes with the nodes' KV events
 DTYPES = ("bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = ("auto", *DTYPES, "fp8", "int8")
+QUANTIZATIONS = ("none", "int8", "int4")
 ENVIRONMENT_PREFIX = "KVRELAY_"
 EXIT_USAGE = 2  # of every process whose user made a mistake
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -41,18 +44,34 @@ def _check(condition: bool, field_name: str, value: object, allowed: str) -> Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """Which model. path: an alias (smollm2) or a Hugging Face folder. max_model_len 0: what the model was made for."""
+    """Which model. path: an alias (smollm2) or a Hugging Face folder. max_model_len 0: what the model was made for.
+
+    dtype: what it computes in. kv_cache_dtype: what its KV is stored in: auto (as dtype), another float, fp8 (E4M3 without a
+    scale) or int8 (a scale per token and head); nodes of one cluster must agree. quantization: of the projections, at load,
+    on the CPU: int8 (per output, inputs rounded per token as well) or int4 (groups of inputs); the head stays as it is.
+    """
 
     path: str = DEFAULT_MODEL
     served_name: str = ""
     dtype: str = "bfloat16"
     max_model_len: int = 0
+    kv_cache_dtype: str = "auto"
+    quantization: str = "none"
 
     def __post_init__(self) -> None:
         _check(self.dtype in DTYPES, "model.dtype", self.dtype, " or ".join(DTYPES))
+        _check(self.kv_cache_dtype in KV_CACHE_DTYPES, "model.kv_cache_dtype", self.kv_cache_dtype, " or ".join(KV_CACHE_DTYPES))
+        _check(self.quantization in QUANTIZATIONS, "model.quantization", self.quantization, " or ".join(QUANTIZATIONS))
+        has_kernel = self.quantization != "int4" or self.dtype == "bfloat16"
+        _check(has_kernel, "model.quantization", self.quantization, f"none or int8 with model.dtype {self.dtype}")
         _check(self.max_model_len >= 0, "model.max_model_len", self.max_model_len, "0 (the model's own) or more")
         _check(bool(self.path), "model.path", self.path, "an alias or a folder")
         _check(len(self.name) <= 512, "model.served_name", self.name, "at most 512 characters")
+
+    @property
+    def kv_dtype(self) -> str:
+        """kv_cache_dtype with auto resolved."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
     def name(self) -> str:
@@ -75,11 +94,14 @@ class EngineOptions:
     before. speculative_disable_by_batch_size: with more requests running nothing is drafted, since rows then cost more than
     steps. jump_decoding: tokens that a grammar leaves no choice about are appended without sampling them, one step each.
     kv_load_policy: auto loads KV from the store when that is predicted to be faster than computing it, always does not ask.
-    num_threads 0: what torch chooses. cpu_kernels: native (compiled ones), torch, or auto (native where they can be built).
-    device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory
-    through which KV passes between a CUDA device and the store. max_loras: LoRA adapters among the requests of one step (0: none
-    are served); max_cpu_loras: adapters kept in memory, beyond which the one used longest ago is dropped, to be read again;
-    max_lora_rank: of one adapter.
+    num_threads 0: what torch chooses. tensor_parallel_size: processes (ranks) that compute one node's steps together, each with
+    its heads, its num_threads and, on CUDA, the device after that of the rank before; rank_timeout_s: a node ends when one of its
+    ranks keeps the others waiting for so long. cpu_kernels: native (compiled ones), torch, or auto (native where they can be
+    built). device: where weights and KV are: cpu, cuda or cuda:N. staging_mib: pinned host memory through which KV passes between
+    a CUDA device and the store. batch_invariant: on CUDA, only kernels whose bits for a request do not depend on what else is in
+    its batch, which are slower; the CPU's never do. max_loras: LoRA adapters among the requests of one step (0: none are served);
+    max_cpu_loras: adapters kept in memory, beyond which the one used longest ago is dropped, to be read again; max_lora_rank: of
+    one adapter.
     """
 
     block_size: int = 16
@@ -104,9 +126,12 @@ class EngineOptions:
     jump_decoding: bool = True
     kv_load_policy: str = "auto"
     num_threads: int = 0
+    tensor_parallel_size: int = 1
+    rank_timeout_s: float = 60.0
     cpu_kernels: str = "auto"
     device: str = "cpu"
     staging_mib: int = 512
+    batch_invariant: bool = False
     max_loras: int = 4
     max_cpu_loras: int = 16
     max_lora_rank: int = 64
@@ -121,7 +146,8 @@ class EngineOptions:
             _check(getattr(self, name) >= 0, f"engine.{name}", getattr(self, name), "0 or more")
         for name in ("priority_aging_s", "scheduler_delay_factor"):
             _check(0 <= getattr(self, name) < math.inf, f"engine.{name}", getattr(self, name), "0 (off) or more")
-        for name in ("lookup_timeout_s", "kv_load_timeout_s", "kv_save_timeout_s"):
+        _check(1 <= self.tensor_parallel_size <= 64, "engine.tensor_parallel_size", self.tensor_parallel_size, "1 to 64")
+        for name in ("rank_timeout_s", "lookup_timeout_s", "kv_load_timeout_s", "kv_save_timeout_s"):
             _check(getattr(self, name) > 0, f"engine.{name}", getattr(self, name), "above 0")
         is_device = re.fullmatch("cpu|cuda(:(0|[1-9][0-9]?))?", self.device) is not None
         _check(is_device, "engine.device", self.device, "cpu, cuda or cuda:N")
@@ -181,6 +207,7 @@ class RouterOptions:
     of one request over all nodes, max_node_deaths the nodes that may die while they have it. step_stall_timeout_s: a node
     whose step thread has not moved for so long gets nothing new and loses its requests to others. drain_timeout_s: how long a
     draining node may finish what it has before the rest moves to other nodes.
+    kv_events: whether nodes tell the router which blocks their caches hold; auto: when the policy decides by that.
     lora_modules: LoRA adapters that are served from the start, folders by name, as every node finds them.
     allow_runtime_lora_updating: administrators may load and unload adapters, which makes all nodes read a folder that they name.
     http_fd: an inherited socket that listens already
@@ -214,11 +241,18 @@ class RouterOptions:
     local_prefill_max_tokens: int = 0
     step_stall_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
+    kv_events: str = "auto"
     lora_modules: dict[str, str] = field(default_factory=dict)
     allow_runtime_lora_updating: bool = False
     http_fd: int = -1
 
+    @property
+    def wants_kv_events(self) -> bool:
+        """Whether nodes are to tell what their caches hold."""
+        return self.kv_events == "on" or (self.kv_events == "auto" and self.policy in KV_EVENT_POLICIES)
+
     def __post_init__(self) -> None:
+        _check(self.kv_events in ("auto", "on", "off"), "router.kv_events", self.kv_events, "auto, on or off")
         _check(0 <= self.port <= 65535, "router.port", self.port, "0 to 65535")
         _check(0 <= self.control_port <= 65535, "router.control_port", self.control_port, "0 to 65535")
         for name in (
@@ -327,6 +361,8 @@ SHORT_FLAGS = {
     "--served-model-name": "model.served_name",
     "--dtype": "model.dtype",
     "--max-model-len": "model.max_model_len",
+    "--kv-cache-dtype": "model.kv_cache_dtype",
+    "--quantization": "model.quantization",
     "--connector": "connector.name",
     "--host": "router.host",
     "--port": "router.port",
@@ -346,6 +382,7 @@ SHORT_FLAGS = {
     "--num-blocks": "engine.num_blocks",
     "--max-num-seqs": "engine.max_num_seqs",
     "--max-num-batched-tokens": "engine.max_num_batched_tokens",
+    "--tensor-parallel-size": "engine.tensor_parallel_size",
 }
 
 

@@ -56,6 +56,10 @@ class ModelLoadError(KVRelayError):
     """The model's folder or weights cannot be used; the message says which file and why."""
 
 
+class RankLostError(KVRelayError):
+    """Another process of this node has ended, or is silent for too long. What it had is lost: the node ends as a whole."""
+
+
 class ConnectorError(KVRelayError):
     """A connector could not start or lost its medium. Never reaches a request: losing KV means recompute."""
 

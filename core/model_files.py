@@ -32,7 +32,7 @@ TOKENIZER_FILE = "tokenizer.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
-CONVERSION_VERSION = 1  # part of a converted folder's name: raise it when the conversion's output changes
+CONVERSION_VERSION = 2  # part of a converted folder's name: raise it when the conversion's output changes
 CONVERSION_TIMEOUT_S = 1800.0
 HASH_PIECE_BYTES = 64 * 1024 * 1024  # hashed in parallel; part of the definition of every fingerprint made from the digests
 
@@ -69,21 +69,38 @@ def list_weight_files(folder: Path) -> list[Path]:
     """The safetensors files that hold the model, in name order; empty if there are none.
 
     The index decides if there is one, else model.safetensors, else every *.safetensors. Raises ModelLoadError if the index
-    is unreadable or names a file that does not exist.
+    is unreadable or names a file that does not exist, and for links that lead nowhere.
     """
     index_path = folder / WEIGHTS_INDEX_FILE
     if index_path.is_file():
-        try:
-            names = sorted(set(json.loads(index_path.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelLoadError(f"{index_path}: not a safetensors index ({error})") from error
-        absent = [name for name in names if not (folder / name).is_file()]
+        paths = [folder / name for name in sorted(set(read_weight_map(index_path).values()))]
+        absent = [f"{path.name}{_why_absent(path)}" for path in paths if not path.is_file()]
         if absent:
             raise ModelLoadError(f"model folder {folder}: missing {', '.join(absent)}, named by {WEIGHTS_INDEX_FILE}")
-        return [folder / name for name in names]
-    if (folder / WEIGHTS_FILE).is_file():
-        return [folder / WEIGHTS_FILE]
-    return sorted(folder.glob("*.safetensors"))
+        return paths
+    single = folder / WEIGHTS_FILE
+    paths = [single] if single.is_file() or single.is_symlink() else sorted(folder.glob("*.safetensors"))
+    dangling = [f"{path.name}{_why_absent(path)}" for path in [index_path, *paths] if path.is_symlink() and not path.exists()]
+    if dangling:
+        raise ModelLoadError(f"model folder {folder}: missing {', '.join(dangling)}")
+    return paths
+
+
+def read_weight_map(index_path: Path) -> dict[str, str]:
+    """File name by tensor name, from a safetensors index. Raises ModelLoadError if it is none, or names files elsewhere."""
+    try:
+        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        names = set(weight_map.values())
+        strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelLoadError(f"{index_path}: not a safetensors index ({error})") from error
+    if strange:
+        raise ModelLoadError(f"{index_path}: weight_map names {strange[0]!r}; allowed: names of files in the same folder")
+    return dict(weight_map)
+
+
+def _why_absent(path: Path) -> str:
+    return f" (a link to {path.readlink()}, which does not exist)" if path.is_symlink() else ""
 
 
 def read_eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -101,10 +118,16 @@ def read_eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ..
 
 
 def hash_weight_files(weight_files: Sequence[Path]) -> list[bytes]:
-    """SHA-256 digests of all weight bytes, piece by piece so that cores share the work. Reads every file once."""
-    pieces = [(path, start) for path in weight_files for start in range(0, max(path.stat().st_size, 1), HASH_PIECE_BYTES)]
-    with ThreadPoolExecutor(max_workers=4) as pool:  # hashlib and file reads run outside the interpreter lock
-        return list(pool.map(_hash_piece, pieces))
+    """SHA-256 digests of all weight bytes, piece by piece so that cores share the work. Reads every file once.
+
+    Raises ModelLoadError for a file that cannot be read.
+    """
+    try:
+        pieces = [(path, start) for path in weight_files for start in range(0, max(path.stat().st_size, 1), HASH_PIECE_BYTES)]
+        with ThreadPoolExecutor(max_workers=4) as pool:  # hashlib and file reads run outside the interpreter lock
+            return list(pool.map(_hash_piece, pieces))
+    except OSError as error:
+        raise ModelLoadError(f"{error.filename}: cannot be read ({error.strerror})") from error
 
 
 def _hash_piece(piece: tuple[Path, int]) -> bytes:

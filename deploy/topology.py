@@ -56,7 +56,7 @@ def _with_defaults(config: Config, defaults: Mapping[str, Mapping[str, str]]) ->
 def effective_config(config: Config, model_folder: Path, num_cores: int) -> Config:
     """The configuration that router and nodes get: every default that depends on the whole cluster is filled in."""
     num_nodes = config.cluster.prefill + config.cluster.decode
-    num_threads = config.engine.num_threads or max(1, num_cores // num_nodes)
+    num_threads = config.engine.num_threads or max(1, num_cores // (num_nodes * config.engine.tensor_parallel_size))
     router, security = config.router, config.security
     control_host, control_port = connect_host(router.control_host), router.control_port or router.port + 1
     return dataclasses.replace(

@@ -39,7 +39,7 @@ from connectors.stored_block import (
     read_block_header,
 )
 from core.errors import ConfigError
-from core.kv.layout import KVLayout
+from core.kv.layout import FLOAT_DTYPES, KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,10 @@ class CodingOptions:
         return self
 
     def coding_for(self, layout: KVLayout) -> BlockCoding:
-        """Raises ConfigError for a key file that cannot be used."""
+        """Raises ConfigError for a key file that cannot be used, and for a codec of floats where the layout has 8-bit numbers."""
+        if self.codec != "none" and layout.dtype not in FLOAT_DTYPES:
+            allowed = f"none where model.kv_cache_dtype is {layout.dtype}: codecs are for floats, and these have 8 bits already"
+            raise ConfigError("connector.options.codec", self.codec, allowed)
         codec: Codec | None = None
         if self.codec == "zstd":
             codec = _zstd_codec(layout.dtype, self.codec_level)

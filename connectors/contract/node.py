@@ -26,6 +26,7 @@ from core.kv.pool_memory import KVPoolMemory
 
 LAYOUT = KVLayout(num_layers=2, block_size=4, num_kv_heads=2, head_dim=16, dtype="float32")  # 2 KiB: half a page is padding
 PAGES_LAYOUT = KVLayout(num_layers=4, block_size=8, num_kv_heads=2, head_dim=32, dtype="float32")  # 16 KiB: no padding
+EIGHT_BIT_LAYOUT = KVLayout(num_layers=3, block_size=8, num_kv_heads=3, head_dim=20, dtype="int8")  # scales: no power of two
 REAL_LAYOUT = KVLayout(num_layers=30, block_size=16, num_kv_heads=3, head_dim=64, dtype="bfloat16")  # 360 KiB
 
 HANG_S = 60.0  # a wait this long is a hang, whatever the machine

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from connectors.contract.harness import ConnectorHarness
-from connectors.contract.node import LAYOUT, PAGES_LAYOUT, REAL_LAYOUT, block_hashes, chain, content_of
+from connectors.contract.node import EIGHT_BIT_LAYOUT, LAYOUT, PAGES_LAYOUT, REAL_LAYOUT, block_hashes, chain, content_of
 from core.kv.connector import PrefixLookup, TransferOutcome
 from core.kv.layout import KVLayout
 
@@ -79,10 +79,12 @@ class PrefixContract:
         [
             KVLayout(num_layers=2, block_size=4, num_kv_heads=2, head_dim=32, dtype="bfloat16"),
             KVLayout(num_layers=2, block_size=4, num_kv_heads=2, head_dim=32, dtype="float16"),
+            KVLayout(num_layers=2, block_size=4, num_kv_heads=2, head_dim=64, dtype="fp8"),
+            KVLayout(num_layers=2, block_size=4, num_kv_heads=2, head_dim=60, dtype="int8"),
             KVLayout(num_layers=1, block_size=4, num_kv_heads=4, head_dim=16, dtype="float32"),
             KVLayout(num_layers=2, block_size=4, num_kv_heads=4, head_dim=16, dtype="float32"),
         ],
-        ids=["bfloat16", "float16", "heads", "larger"],
+        ids=["bfloat16", "float16", "fp8", "int8", "heads", "larger"],
     )
     def test_same_hash_under_another_layout_is_never_loaded(self, harness: ConnectorHarness, other: KVLayout) -> None:
         """Hashes hold the layout already; should one be forged or miscomputed, the store must still not hand the bytes over."""
@@ -93,7 +95,9 @@ class PrefixContract:
         assert stranger.save(hashes).outcome is TransferOutcome.OK
         assert node.load(hashes).num_blocks_ok == stranger.load(hashes).num_blocks_ok == 4
 
-    @pytest.mark.parametrize("layout", [LAYOUT, PAGES_LAYOUT, REAL_LAYOUT], ids=["padded", "pages", "smollm2"])
+    @pytest.mark.parametrize(
+        "layout", [LAYOUT, PAGES_LAYOUT, EIGHT_BIT_LAYOUT, REAL_LAYOUT], ids=["padded", "pages", "scales", "smollm2"]
+    )
     def test_save_then_load_is_bit_exact(self, harness: ConnectorHarness, layout: KVLayout) -> None:
         node = harness.open_node(num_blocks=2048, layout=layout)
         hashes = chain(1, 20, layout)

@@ -15,7 +15,7 @@ import torch
 
 from core.adapter_files import read_adapter
 from core.errors import InvalidInputError
-from core.model.description import ModelArchitecture
+from core.model.architecture import ModelArchitecture
 from core.model.lora import AdapterLayers, build_adapter
 from core.step import AdapterLoad
 
@@ -70,6 +70,10 @@ class TorchAdapterStore:
         self._ended.append((AdapterLoad(adapter, error), layers))
 
     def _read(self, adapter: str, path: str) -> AdapterLayers:
+        if not self._architecture.takes_adapters:
+            raise InvalidInputError(
+                "lora_path", path, "no adapter: this model's family takes none; dense models of Llama's tensors do"
+            )
         files = read_adapter(path)
         if files.rank > self._max_rank:
             raise InvalidInputError("r", files.rank, f"at most {self._max_rank} (engine.max_lora_rank)")

@@ -57,11 +57,12 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """Write this layer's K and V into the pool, then attend; the step's own tokens see each other causally.
 
-        query: [num_rows, num_heads, head_dim]; key, value: [num_rows, num_kv_heads, head_dim], all of the pool's dtype, positions
-        already applied. num_rows may exceed num_tokens: the rest is padding, which is neither written nor
+        query: [num_rows, num_heads, head_dim]; key, value: [num_rows, num_kv_heads, head_dim], all of the model's dtype,
+        positions already applied. num_rows may exceed num_tokens: the rest is padding, which is neither written nor
         attended. key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] views of the pool, strided by
-        block. Query head h reads KV head h // (num_heads // num_kv_heads). scale multiplies the scores.
-        sliding_window: a token sees so many positions, its own included; 0: all up to its own. soft_cap: scaled scores become
-        soft_cap * tanh(score / soft_cap); 0.0: they stay. Both may differ from layer to layer. Returns [num_rows, num_heads,
-        head_dim] of query's dtype; padding rows are zero.
+        block and, where other processes have the other heads, by token; of another dtype perhaps (kv_format.py). Query head h
+        reads KV head h // (num_heads // num_kv_heads). scale multiplies the scores. sliding_window: a token sees so many
+        positions, its own included; 0: all up to its own. soft_cap: scaled scores become soft_cap * tanh(score / soft_cap); 0.0:
+        they stay. Both may differ from layer to layer. Returns [num_rows, num_heads, head_dim] of query's dtype; padding rows are
+        zero.
         """

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from core.model.attention import AttentionBackend, AttentionBatch
 from core.model.attention_plan import QUERY_TILE_TOKENS, AttentionPlan, AttentionPlanner, DecodePlan, PrefillPlan, SharedPlan
+from core.model.kv_format import KVFormat
 from core.model.shared_tiles import CascadeRule
 
 TILE_TOKENS = 256  # positions per KV tile, rounded down to whole blocks (up to one block, where that is larger)
@@ -32,8 +33,11 @@ class TorchAttention(AttentionBackend):
         num_kv_heads: int,
         device: torch.device | str = "cpu",
         rule: CascadeRule | None = None,
+        kv_format: KVFormat | None = None,
     ) -> None:
-        """rule: when requests that share blocks read them together; None: where it was measured to pay."""
+        """rule: when requests that share blocks read them together; None: where it was measured to pay. kv_format: how numbers
+        lie in the pool, whose views then have its last dimension; None: as floats.
+        """
         self._group = num_heads // num_kv_heads
         self._num_kv_heads = num_kv_heads
         self._block_size = block_size
@@ -43,9 +47,11 @@ class TorchAttention(AttentionBackend):
         self._slot_offsets = torch.empty(0, dtype=torch.int64)
         self._plan = AttentionPlan(None, None, [], 0)
         self._batch: AttentionBatch | None = None
+        self._max_seq_len = 0
         self._window_plans: dict[int, list[PrefillPlan]] = {}
         self._soft_cap = 0.0
         self._workspace = _Workspace()
+        self._kv_format = kv_format or KVFormat()
 
     @property
     def plan(self) -> AttentionPlan:
@@ -57,6 +63,7 @@ class TorchAttention(AttentionBackend):
         self._slot_offsets = batch.slot_mapping % self._block_size
         self._plan = self._planner.plan(batch)
         self._batch = batch
+        self._max_seq_len = int(batch.seq_lens.max()) if len(batch.seq_lens) else 0
         self._window_plans = {}
 
     def attend(
@@ -71,12 +78,12 @@ class TorchAttention(AttentionBackend):
         soft_cap: float = 0.0,
     ) -> Tensor:
         num_tokens = self._slot_blocks.shape[0]
-        key_cache[self._slot_blocks, self._slot_offsets] = key[:num_tokens]
-        value_cache[self._slot_blocks, self._slot_offsets] = value[:num_tokens]
+        for values, cache in ((key, key_cache), (value, value_cache)):
+            cache[self._slot_blocks, self._slot_offsets] = self._kv_format.encode(values[:num_tokens]).to(cache.dtype)
         scaled_query = query.float() * scale
         output = torch.zeros_like(query)
         self._soft_cap = soft_cap
-        if sliding_window:
+        if 0 < sliding_window < self._max_seq_len:
             for windowed in self._plan_window(sliding_window):
                 self._attend_prefill(windowed, None, scaled_query, key_cache, value_cache, output)
             return output
@@ -192,14 +199,13 @@ class TorchAttention(AttentionBackend):
 
     def _read_tiles(self, name: str, cache: Tensor, block_ids: Tensor, num_tiles: int) -> Tensor:
         """The named blocks as [num_tiles * num_kv_heads, positions, head_dim] float32, valid until the next of this name."""
-        num_blocks, (block_size, heads, head_dim) = block_ids.shape[0], cache.shape[1:]
-        blocks = self._workspace.take("blocks", cache, (num_blocks, block_size, heads, head_dim))
+        num_blocks, (block_size, heads, stored_dim) = block_ids.shape[0], cache.shape[1:]
+        blocks = self._workspace.take("blocks", cache, (num_blocks, block_size, heads, stored_dim))
         torch.index_select(cache, 0, block_ids, out=blocks)
-        positions = num_blocks // num_tiles * block_size
+        positions, head_dim = num_blocks // num_tiles * block_size, self._kv_format.head_dim(stored_dim)
         tiles = self._workspace.take(name, cache, (num_tiles * heads, positions, head_dim), torch.float32)
-        tiles.view(num_tiles, heads, positions, head_dim).copy_(
-            blocks.view(num_tiles, positions, heads, head_dim).transpose(1, 2)
-        )
+        by_head = blocks.view(num_tiles, positions, heads, stored_dim).transpose(1, 2)
+        self._kv_format.decode(by_head, tiles.view(num_tiles, heads, positions, head_dim))
         return tiles
 
 

@@ -18,11 +18,13 @@ from core.engine_model import EngineModel
 from core.errors import ConfigError
 from core.kv.device_copies import OpenCopies
 from core.kv.hashing import Namespace
-from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
-from core.model.description import describe_model
+from core.model.cuda_graphs import CudaRecorder
+from core.model.description import ModelDescription, describe_model
 from core.model.device_pool import DevicePool, find_device
 from core.model.kernels import choose_native, kernel_class
+from core.model.parallel import ParallelRunner
+from core.model.parallel_loading import load_parallel
 from core.model.runner import TORCH_DTYPES, TorchModelRunner
 from core.model_files import resolve_model
 
@@ -38,7 +40,7 @@ class LoadedModel:
     """
 
     model: EngineModel
-    runner: TorchModelRunner
+    runner: TorchModelRunner | ParallelRunner
     model_dir: Path
     num_blocks: int
     connector_memory: KVPoolMemory
@@ -56,29 +58,24 @@ def load_model(model: ModelOptions, engine: EngineOptions) -> LoadedModel:
     if num_blocks < 1:
         raise ConfigError("engine.kv_pool_mib", engine.kv_pool_mib, f"at least {layout.block_stride_bytes / MIB:.1f}, one block")
     try:
-        pool, connector_memory = _allocate(layout, num_blocks, device, engine.staging_mib)
-        runner = TorchModelRunner.load(
-            model_dir,
-            description,
-            pool,
-            engine.num_threads,
-            max_lora_rank=engine.max_lora_rank,
-            cpu_kernels=engine.cpu_kernels,
-        )
+        runner, connector_memory, open_copies = _load_runner(model_dir, description, engine, num_blocks, device)
     except torch.OutOfMemoryError as error:
         pool_mib = num_blocks * layout.block_stride_bytes // MIB
         raise ConfigError("engine.kv_pool_mib", pool_mib, f"a pool that fits on {device} beside the weights") from error
-    native = choose_native(engine.cpu_kernels, device, TORCH_DTYPES[layout.dtype])
+    native = choose_native(engine.cpu_kernels, device, TORCH_DTYPES[description.dtype])
     kernels = kernel_class(native) if device.type == "cpu" else device.type
     _logger.info(
-        "loaded %s as %s on %s (%s kernels) in %.1f s; KV pool: %d blocks of %d tokens, %.0f MiB",
+        "loaded %s as %s%s on %s (%s kernels) in %.1f s, %d rank(s); KV pool: %d blocks of %d tokens in %s, %.0f MiB",
         model.path,
-        layout.dtype,
+        model.dtype,
+        "" if model.quantization == "none" else f" with {model.quantization} projections",
         device,
         kernels,
         time.monotonic() - started_s,
+        engine.tensor_parallel_size,
         num_blocks,
         engine.block_size,
+        layout.dtype,
         num_blocks * layout.block_stride_bytes / MIB,
     )
     return LoadedModel(
@@ -93,23 +90,45 @@ def load_model(model: ModelOptions, engine: EngineOptions) -> LoadedModel:
         model_dir=model_dir,
         num_blocks=num_blocks,
         connector_memory=connector_memory,
-        open_copies=pool.open_copies if isinstance(pool, DevicePool) else None,
+        open_copies=open_copies,
     )
 
 
-def _allocate(
-    layout: KVLayout, num_blocks: int, device: torch.device, staging_mib: int
-) -> tuple[KVPoolMemory | DevicePool, KVPoolMemory]:
-    """The KV pool, and what a connector is to have of it."""
-    if device.type == "cpu":
-        pool = KVPoolMemory(layout, num_blocks)
-        return pool, pool
-    num_slots = staging_mib * MIB // layout.block_stride_bytes
-    if num_slots < 2:
-        raise ConfigError("engine.staging_mib", staging_mib, f"at least {2 * layout.block_stride_bytes / MIB:.1f}, two blocks")
-    return DevicePool.allocate(layout, num_blocks, device), KVPoolMemory(layout, num_slots)
+def _load_runner(
+    model_dir: Path, description: ModelDescription, engine: EngineOptions, num_blocks: int, device: torch.device
+) -> tuple[TorchModelRunner | ParallelRunner, KVPoolMemory, OpenCopies | None]:
+    """The runner over a KV pool of num_blocks, and what a connector is to have of that."""
+    layout = description.kv_layout
+    num_slots = 0
+    if device.type != "cpu":
+        num_slots = engine.staging_mib * MIB // layout.block_stride_bytes
+        if num_slots < 2:
+            least = f"at least {2 * layout.block_stride_bytes / MIB:.1f}, two blocks"
+            raise ConfigError("engine.staging_mib", engine.staging_mib, least)
+    if engine.tensor_parallel_size > 1:
+        parallel = load_parallel(model_dir, description, engine, num_blocks, num_slots)
+        return parallel.runner, parallel.connector_memory, parallel.open_copies
+    pool = DevicePool.allocate(layout, num_blocks, device) if num_slots else KVPoolMemory(layout, num_blocks)
+    runner = TorchModelRunner.load(
+        model_dir,
+        description,
+        pool,
+        engine.num_threads,
+        max_lora_rank=engine.max_lora_rank,
+        is_batch_invariant=engine.batch_invariant,
+        cpu_kernels=engine.cpu_kernels,
+    )
+    if device.type == "cuda":
+        runner.use_decode_graphs(CudaRecorder(device), engine.max_num_seqs, description.max_model_len)
+    if isinstance(pool, DevicePool):
+        return runner, KVPoolMemory(layout, num_slots), pool.open_copies
+    return runner, pool, None
 
 
 def _fingerprint_by(kernels: str, model_fingerprint: bytes) -> bytes:
-    """Kernels round differently: KV of one kind must not be a hit for the other, or answers depend on who computed what."""
+    """Kernels round differently: KV of one kind must not be a hit for the other, or answers depend on who computed what.
+
+    The number of ranks is not part of it: what they save is to be read by nodes of any other number, though that rounds
+    differently, too. Where answers must not depend on that, a cluster's nodes have the same number.
+    """
     return sha256(model_fingerprint + kernels.encode()).digest()[: len(model_fingerprint)]

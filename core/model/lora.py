@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from core.adapter_files import WEIGHTS_FILE, AdapterFiles
 from core.errors import InvalidInputError
-from core.model.description import ModelArchitecture
+from core.model.architecture import ModelArchitecture
 
 # Ranks are padded with zeros to a multiple of this: with 24 outputs and three threads MKL's float32 product of a row depends on
 # the other rows, with multiples of 16 it does not (see linear.ROW_MULTIPLE).

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.model.architecture import ModelArchitecture
 from core.model.attention_native import NativeAttention
-from core.model.description import ModelArchitecture
 from core.model.lora import AdapterRows, LayerAdapter
 from core.model.native_linear import NATIVE_DTYPES, NativeLinear
 from core.model.rotary import RotaryEmbedding
@@ -54,6 +54,7 @@ class NativeLlamaModel:
         positions: Tensor,
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         adapters: Sequence[AdapterRows] = (),
+        num_tokens: int = 0,
     ) -> Tensor:
         """See LlamaModel.forward; num_rows is any number of at least 1."""
         space = self._workspace.take(len(token_ids))
@@ -184,9 +185,11 @@ class NativeLlamaModel:
 
 def is_native(architecture: ModelArchitecture, weights: LlamaWeights) -> bool:
     """Whether NativeLlamaModel computes this model."""
+    if not architecture.is_plain_llama:
+        return False
     layers = weights.layers
     projections = [p for layer in layers for p in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)]
-    return architecture.is_plain_llama and all(isinstance(linear, NativeLinear) for linear in (*projections, weights.lm_head))
+    return all(isinstance(linear, NativeLinear) for linear in (*projections, weights.lm_head))
 
 
 def _packed(linear: Any) -> Any:

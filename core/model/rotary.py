@@ -1,6 +1,7 @@
-"""Rotary position embedding (RoPE, https://arxiv.org/abs/2104.09864) with the scalings that Llama models use.
+"""Rotary position embedding (RoPE, https://arxiv.org/abs/2104.09864) with the scalings that models use.
 
-A head's vector is read as head_dim/2 pairs (i, i + head_dim/2); pair i is turned by position * inverse_frequency[i].
+The first rotary_dim elements of a head (all of them, in most models) are read as pairs (i, i + rotary_dim/2); pair i is turned by
+position * inverse_frequency[i].
 """
 
 from __future__ import annotations
@@ -10,40 +11,61 @@ import math
 import torch
 from torch import Tensor
 
-from core.model.description import ModelArchitecture, RotaryScaling
+from core.model.architecture import ModelArchitecture, RotaryScaling
 
 
 class RotaryEmbedding:
-    """Cosines and sines of every position, [max_positions, head_dim/2] float32, computed once, on the CPU, for `device`."""
+    """cos and sin of every position, [max_positions, rotary_dim/2] float32, computed once, on the CPU, for `device`.
 
-    def __init__(self, architecture: ModelArchitecture, max_positions: int, device: torch.device | str = "cpu") -> None:
-        frequencies, amplitude = inverse_frequencies(architecture.head_dim, architecture.rope_theta, architecture.rope_scaling)
+    is_local: those of the layers whose LayerKind.rotary is local.
+    """
+
+    def __init__(
+        self,
+        architecture: ModelArchitecture,
+        max_positions: int,
+        device: torch.device | str = "cpu",
+        is_local: bool = False,
+    ) -> None:
+        rotary_dim = architecture.rotary_dim or architecture.head_dim
+        theta = architecture.local_rope_theta if is_local else architecture.rope_theta
+        scaling = RotaryScaling() if is_local else architecture.rope_scaling
+        frequencies, amplitude = inverse_frequencies(rotary_dim, theta, scaling)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
         self.cos = (angles.cos() * amplitude).to(device)
         self.sin = (angles.sin() * amplitude).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each token's angles, both [num_tokens, 1, head_dim/2] float32. positions: [num_tokens] int64."""
+        """Cosine and sine of each token's angles, both [num_tokens, 1, rotary_dim/2] float32. positions: [num_tokens] int64."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`heads` [num_tokens, num_heads, head_dim] turned by each token's angles, in float32, rounded once to its dtype."""
-    first, second = heads.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+    """`heads` [num_tokens, num_heads, head_dim] turned by each token's angles, in float32, rounded once to its dtype.
+
+    cos, sin: [num_tokens, 1, rotary_dim/2]; what a head has beyond rotary_dim stays.
+    """
+    rotary_dim = 2 * cos.shape[-1]
+    first, second = heads[..., :rotary_dim].float().chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    if rotary_dim == heads.shape[-1]:
+        return torch.cat(turned, dim=-1).to(heads.dtype)
+    return torch.cat((*(part.to(heads.dtype) for part in turned), heads[..., rotary_dim:]), dim=-1)
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RotaryScaling) -> tuple[Tensor, float]:
-    """([head_dim/2] float32 radians per position, factor on cos and sin) for a scaling type."""
-    base = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+def inverse_frequencies(rotary_dim: int, theta: float, scaling: RotaryScaling) -> tuple[Tensor, float]:
+    """([rotary_dim/2] float32 radians per position, factor on cos and sin) for a scaling type."""
+    base = 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim))
     if scaling.rope_type == "default":
         return base, 1.0
     if scaling.rope_type == "linear":
         return base / scaling.factor, 1.0
     if scaling.rope_type == "llama3":
         return _llama3_frequencies(base, scaling), 1.0
+    if scaling.rope_type == "longrope":
+        return base / torch.tensor(scaling.factors), _longrope_amplitude(scaling)
     assert scaling.rope_type == "yarn", scaling.rope_type
-    return _yarn_frequencies(theta, head_dim, scaling), _yarn_amplitude(scaling)
+    return _yarn_frequencies(theta, rotary_dim, scaling), _yarn_amplitude(scaling)
 
 
 def _llama3_frequencies(base: Tensor, scaling: RotaryScaling) -> Tensor:
@@ -84,3 +106,12 @@ def _yarn_amplitude(scaling: RotaryScaling) -> float:
     if scaling.mscale and scaling.mscale_all_dim:
         return magnitude(scaling.factor, scaling.mscale) / magnitude(scaling.factor, scaling.mscale_all_dim)
     return magnitude(scaling.factor)
+
+
+def _longrope_amplitude(scaling: RotaryScaling) -> float:
+    """LongRoPE (https://arxiv.org/abs/2402.13753), as Phi-3 scales attention with it."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))

@@ -1,4 +1,4 @@
-"""Runs steps of a Llama in torch over the KV pool: keeps each request's tokens and blocks, builds the flat batch, samples.
+"""Runs steps of a model in torch over the KV pool: keeps each request's tokens and blocks, builds the flat batch, samples.
 
 The scheduler decides what is computed (core/step.py); nothing here chooses. One runner per process, on the step thread.
 """
@@ -17,23 +17,24 @@ import torch
 from torch import Tensor
 
 from core.errors import ConfigError
+from core.kv.layout import KVLayout
 from core.kv.pool_memory import KVPoolMemory
 from core.model.adapter_store import TorchAdapterStore
 from core.model.attention import AttentionBackend, AttentionBatch
-from core.model.attention_native import NativeAttention
-from core.model.attention_torch import TorchAttention
+from core.model.attention_cuda import CudaAttention, DecodeBuffers
+from core.model.cuda_graphs import DecodeBatch, DecodeGraphs, Record, padded_batch_sizes
+from core.model.decoder import DecoderModel
 from core.model.description import ModelDescription
 from core.model.device_pool import DevicePool, memory_of
 from core.model.kernels import choose_native
-from core.model.linear import make_torch_linear, padded_num_rows
-from core.model.llama import LlamaModel
+from core.model.linear import padded_num_rows
+from core.model.load_decoder import DecoderPart, load_decoder
+from core.model.logit_adjustments import apply_token_masks
+from core.model.logprobs import LOGPROB_CHUNK_ROWS, token_logprobs
 from core.model.lora import AdapterLayers, AdapterRows
-from core.model.native_linear import native_linear_maker
-from core.model.native_llama import NativeLlamaModel, is_native
-from core.model.rotary import RotaryEmbedding
-from core.model.sampler import LOGPROB_CHUNK_ROWS, SampledRow, Sampler, apply_token_masks, token_logprobs
+from core.model.sampled_row import SampledRow, TokenCounts
+from core.model.sampler import Sampler, is_plain
 from core.model.shared_tiles import CascadeRule
-from core.model.weights import load_llama_weights
 from core.sampling_params import SamplingParams
 from core.step import NewRequest, StepPlan, StepResult, TokenLogprob
 
@@ -68,7 +69,7 @@ class _GrowingArray:
 class _RequestState:
     """What the runner knows of a request between steps."""
 
-    __slots__ = ("adapter", "block_ids", "num_computed_tokens", "num_prompt_tokens", "sampling", "token_ids")
+    __slots__ = ("adapter", "block_ids", "counts", "num_computed_tokens", "num_prompt_tokens", "sampling", "token_ids")
 
     def __init__(self, request: NewRequest) -> None:
         assert request.adapter is None or isinstance(request.adapter, AdapterLayers)
@@ -78,6 +79,7 @@ class _RequestState:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_computed_tokens = request.num_computed_tokens
         self.sampling: SamplingParams = request.sampling
+        self.counts = TokenCounts(request.num_prompt_tokens) if request.sampling.has_penalties else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,28 +115,40 @@ class _Scheduled:
         return np.concatenate((known, self.drafts)) if self.drafts else known
 
 
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """What one process computes of a model, and how. kv_heads: of the pool's; None: all."""
+
+    decoder: DecoderPart
+    sampler: Sampler
+    kv_heads: slice | None = None
+
+
 class TorchModelRunner:
     """core.step.ModelRunner in torch: the model on the pool's device, batches and sampling on the host."""
 
     def __init__(
         self,
-        model: LlamaModel | NativeLlamaModel,
+        model: DecoderModel,
         attention: AttentionBackend,
         sampler: Sampler,
         pool: KVPoolMemory | DevicePool,
         adapters: TorchAdapterStore,
+        kv_heads: slice | None = None,
     ) -> None:
+        """kv_heads: those of the pool's that this runner computes; None: all of them."""
         self.adapters = adapters
         self._model = model
         self._attention = attention
         self._sampler = sampler
         self._block_size = pool.layout.block_size
-        self._kv_caches = kv_cache_views(pool)
+        self._kv_caches = kv_cache_views(pool, kv_heads or slice(None))
         self._device = memory_of(pool).device
         self._num_threads = torch.get_num_threads()
         self._row_multiple = model.row_multiple
         self._sampling_s = self._execution_s = 0.0
         self._requests: dict[str, _RequestState] = {}
+        self._graphs: DecodeGraphs | None = None
 
     @classmethod
     def load(
@@ -145,11 +159,14 @@ class TorchModelRunner:
         num_threads: int = 0,
         cascade: CascadeRule | None = None,
         max_lora_rank: int = 64,
+        is_batch_invariant: bool = False,
         cpu_kernels: str = "auto",
+        part: ModelPart | None = None,
     ) -> TorchModelRunner:
         """Load the weights of `model_dir` for a pool of description.kv_layout, to its device. num_threads 0: what torch chooses.
         cascade: when requests that share blocks read them together (plain torch only); None: where that was measured to pay.
-        cpu_kernels: see EngineOptions.
+        is_batch_invariant: also on CUDA, by slower kernels. cpu_kernels: see EngineOptions. part: what of the model this process
+        computes; None: all of it.
 
         The number of threads is the process's (torch has one setting). Raises ModelLoadError, or ConfigError if the pool
         has another layout.
@@ -158,27 +175,25 @@ class TorchModelRunner:
             raise ConfigError("pool.layout", pool.layout, str(description.kv_layout))
         if num_threads:
             torch.set_num_threads(num_threads)
-        architecture, device, dtype = description.architecture, memory_of(pool).device, TORCH_DTYPES[pool.layout.dtype]
+        architecture, device = description.architecture, memory_of(pool).device
+        dtype = TORCH_DTYPES[description.dtype]
         native = choose_native(cpu_kernels, device, dtype)
-        make_linear = make_torch_linear if native is None else native_linear_maker(native)
-        weights = load_llama_weights(model_dir, architecture, dtype, device, make_linear)
-        rotary = RotaryEmbedding(architecture, description.max_model_len, device)
-        model: LlamaModel | NativeLlamaModel
-        attention: AttentionBackend
-        if native is None or architecture.head_dim % 2:
-            block_size, heads, kv_heads = pool.layout.block_size, architecture.num_heads, architecture.num_kv_heads
-            attention = TorchAttention(block_size, heads, kv_heads, device, cascade)
-            model = LlamaModel(architecture, weights, rotary, attention)
-        else:
-            attention = NativeAttention(native, pool.layout.block_size)
-            is_whole = is_native(architecture, weights)
-            model = (
-                NativeLlamaModel(native, architecture, weights, rotary, attention)
-                if is_whole
-                else LlamaModel(architecture, weights, rotary, attention)
-            )
+        part = part or ModelPart(DecoderPart(architecture), Sampler(description.eos_token_ids))
+        model, attention = load_decoder(
+            model_dir, description, dtype, device, native, cascade, is_batch_invariant, part=part.decoder
+        )
+        architecture = part.decoder.architecture
         adapters = TorchAdapterStore(architecture, dtype, device, max_lora_rank)
-        return cls(model, attention, Sampler(description.eos_token_ids), pool, adapters)
+        return cls(model, attention, part.sampler, pool, adapters, part.kv_heads)
+
+    def use_decode_graphs(self, record: Record, max_num_seqs: int, max_model_len: int) -> None:
+        """Run steps of decodes, without adapters and of max_num_seqs requests at most, as recordings made by `record`, where the
+        attention backend allows it.
+        """
+        if isinstance(self._attention, CudaAttention) and self._attention.has_static_decodes:
+            sizes = padded_batch_sizes(max_num_seqs, self._row_multiple)
+            max_blocks = -(-max_model_len // self._block_size)
+            self._graphs = DecodeGraphs(self._forward_decodes, record, sizes, max_blocks, self._device)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See core.step.ModelRunner. A plan that does not fit what the runner holds is a bug of the scheduler and asserts."""
@@ -253,6 +268,10 @@ class TorchModelRunner:
             block_tables[i, : state.block_ids.length] = state.block_ids.values
             if state.adapter is not None:
                 rows_by_adapter.setdefault(state.adapter, []).append(np.arange(rows.start, rows.stop))
+        if self._graphs is not None and not rows_by_adapter and num_tokens == len(scheduled):
+            decodes = DecodeBatch(token_ids[:num_tokens], positions[:num_tokens], slot_mapping, block_tables)
+            if (hidden := self._graphs.try_run(decodes)) is not None:
+                return hidden
         self._attention.begin_step(
             AttentionBatch(
                 slot_mapping=self._on_device(slot_mapping),
@@ -263,7 +282,13 @@ class TorchModelRunner:
             )
         )
         adapters = [self._adapter_rows(adapter, np.concatenate(rows)) for adapter, rows in rows_by_adapter.items()]
-        return self._model.forward(self._on_device(token_ids), self._on_device(positions), self._kv_caches, adapters)
+        return self._model.forward(self._on_device(token_ids), self._on_device(positions), self._kv_caches, adapters, num_tokens)
+
+    def _forward_decodes(self, token_ids: Tensor, positions: Tensor, buffers: DecodeBuffers) -> Tensor:
+        """What a recording of decodes holds; see DecodeGraphs."""
+        assert isinstance(self._attention, CudaAttention)
+        self._attention.begin_decodes(buffers)
+        return self._model.forward(token_ids, positions, self._kv_caches)
 
     def _adapter_rows(self, adapter: AdapterLayers, rows: IntArray) -> AdapterRows:
         padded: IntArray = np.full(padded_num_rows(len(rows)), rows[0])
@@ -284,13 +309,20 @@ class TorchModelRunner:
                 row_numbers += range(end - num_drafts - 1, end)
                 first_length = len(token_ids) - num_drafts
                 masks: Sequence[bytes | None] = share.masks or [None] * (num_drafts + 1)
+                if state.counts is not None:
+                    state.counts.advance(token_ids[:first_length])
                 rows += [
-                    SampledRow(state.sampling, token_ids[:length], state.num_prompt_tokens, mask)
-                    for length, mask in zip(range(first_length, len(token_ids) + 1), masks, strict=True)
+                    # Drafts may come to nothing, so rows behind them are counted anew.
+                    SampledRow(state.sampling, token_ids[:length], state.num_prompt_tokens, mask, counts)
+                    for length, mask, counts in zip(
+                        range(first_length, len(token_ids) + 1), masks, [state.counts] + [None] * num_drafts, strict=True
+                    )
                 ]
         if not rows:
             return [[] for _ in scheduled], {}
-        logits = self._model.logits(hidden[row_numbers]).cpu()
+        logits = self._model.logits(hidden[row_numbers])
+        if not all(is_plain(row) for row in rows):  # what is plain is chosen where the logits are, and only tokens are copied
+            logits = logits.cpu()
         started_s = time.perf_counter()
         apply_token_masks(logits, rows)
         tokens = iter(self._sampler.sample(logits, rows))
@@ -342,14 +374,22 @@ def _logprobs(scheduled: list[_Scheduled], sampled: list[list[int]], logits: Ten
     return {request_id: list(itertools.islice(found, num_tokens)) for request_id, num_tokens in asking}
 
 
-def kv_cache_views(pool: KVPoolMemory | DevicePool) -> list[tuple[Tensor, Tensor]]:
-    """Per layer the K and V of the pool, [num_blocks, block_size, num_kv_heads, head_dim], sharing its memory."""
-    layout = pool.layout
-    flat = memory_of(pool).view(-1).view(TORCH_DTYPES[layout.dtype])
-    token_stride = layout.num_kv_heads * layout.head_dim
+def kv_cache_views(pool: KVPoolMemory | DevicePool, kv_heads: slice = slice(None)) -> list[tuple[Tensor, Tensor]]:
+    """Per layer the K and V of the pool, [num_blocks, block_size, num_kv_heads, head_dim], sharing its memory; of some heads.
+
+    Where the layout is of 8-bit numbers (see kv_format.py) these are bytes, and the last dimension is layout.head_bytes.
+    """
+    blocks = blocks_view(memory_of(pool), pool.layout)[..., kv_heads, :]
+    return [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(pool.layout.num_layers)]
+
+
+def blocks_view(memory: Tensor, layout: KVLayout) -> Tensor:
+    """memory, [num_blocks, block_stride_bytes] uint8, as [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
+    flat = memory.view(-1).view(TORCH_DTYPES.get(layout.dtype, torch.uint8))
+    head_stride = layout.head_bytes // flat.element_size()
+    token_stride = layout.num_kv_heads * head_stride
     kv_stride = layout.block_size * token_stride
-    blocks = flat.as_strided(
-        (pool.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim),
-        (layout.block_stride_bytes // flat.element_size(), 2 * kv_stride, kv_stride, token_stride, layout.head_dim, 1),
+    return flat.as_strided(
+        (memory.shape[0], layout.num_layers, 2, layout.block_size, layout.num_kv_heads, head_stride),
+        (layout.block_stride_bytes // flat.element_size(), 2 * kv_stride, kv_stride, token_stride, head_stride, 1),
     )
-    return [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(layout.num_layers)]

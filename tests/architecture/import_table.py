@@ -36,6 +36,7 @@ IMPORT_TABLE: dict[str, Room] = {
     **{name: Room(ours=VALUES, outside=VALUES_OUTSIDE) for name in VALUES},
     "core.kv": Room(ours=VALUES),
     "core.step": Room(ours=VALUES),
+    "core.ranks": Room(ours=(*VALUES, "core.step"), outside=frozenset({"msgspec"})),
     "core.wire": Room(ours=(*VALUES, "core.step"), outside=frozenset({"msgspec", "zmq"})),
     "core.grammar": Room(ours=VALUES),
     "core.grammar_compiler": Room(ours=(*VALUES, "core.grammar"), outside=frozenset({"llguidance"})),
@@ -44,10 +45,10 @@ IMPORT_TABLE: dict[str, Room] = {
     **{name: Room(ours=("core",), outside=frozenset({"msgspec", "zmq", "prometheus_client"})) for name in NODE_SHELL},
     "core.model": Room(
         ours=(
-            *(*VALUES, "core.step", "core.engine_model"),
+            *(*VALUES, "core.step", "core.engine_model", "core.ranks"),
             *("core.kv.layout", "core.kv.pool_memory", "core.kv.device_copies", "core.kv.hashing"),
         ),
-        outside=frozenset({"torch", "numpy", "safetensors", "transformers", "gguf", "tokenizers"}),
+        outside=frozenset({"torch", "numpy", "safetensors", "transformers", "gguf", "tokenizers", "flash_attn", "msgspec"}),
     ),
     "connectors": Room(ours=(*VALUES, "core.kv"), outside=frozenset({"numpy", "xxhash"})),  # and one client library per file
     "connectors.vllm_plugin": Room(

@@ -20,7 +20,7 @@ from connectors.coding.quantized import Fp8Codec, Int8Codec
 from connectors.coding.zstd import ZstdCodec
 from connectors.stored_block import CODED_VERSION, PLAIN_VERSION, BlockCheck, pack_block_header, read_block_header
 from core.errors import ConfigError
-from core.kv.layout import DTYPE_BYTES, KVLayout
+from core.kv.layout import FLOAT_DTYPES, KVLayout
 from deploy.cli import main
 
 NAME, OTHER_NAME = b"n" * 16, b"m" * 16
@@ -29,7 +29,7 @@ LAYOUT = KVLayout(2, 4, 2, 16, "bfloat16")
 
 
 def layouts() -> list[KVLayout]:
-    return [KVLayout(*shape, dtype) for shape in SHAPES for dtype in DTYPE_BYTES]
+    return [KVLayout(*shape, dtype) for shape in SHAPES for dtype in FLOAT_DTYPES]
 
 
 def kv_like(layout: KVLayout, seed: int = 0) -> memoryview:
@@ -92,6 +92,17 @@ def test_lossless_block_comes_back_bit_for_bit(layout: KVLayout, name: str) -> N
         assert opened(coding, header, at_rest) == (BlockCheck.OK, bytes(payload))
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_layout_of_eight_bit_numbers_is_encrypted_as_it_is_and_refused_by_codecs(dtype: str, tmp_path: Path) -> None:
+    layout = KVLayout(2, 4, 2, 16, dtype)
+    payload = memoryview(os.urandom(layout.block_bytes))
+    for coding in (CodingOptions().coding_for(layout), BlockCoding(layout, None, cipher())):
+        assert opened(coding, *sealed(coding, payload)) == (BlockCheck.OK, bytes(payload))
+    for codec in ("zstd", "int8", "fp8"):
+        with pytest.raises(ConfigError, match=rf"options\.codec: got '{codec}'.*none where .*kv_cache_dtype is {dtype}"):
+            CodingOptions(codec=codec).coding_for(layout)
+
+
 @given(st.binary(min_size=LAYOUT.block_bytes, max_size=LAYOUT.block_bytes))
 def test_lossless_block_of_any_bytes_comes_back(payload: bytes) -> None:
     for name in ("zstd", "zstd+key", "none+key"):
@@ -129,7 +140,7 @@ def test_lossy_block_comes_back_within_its_step(layout: KVLayout, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_lossy_block_of_extreme_numbers_is_in_range_or_not_stored(name: str, dtype: str) -> None:
     layout = KVLayout(1, 4, 1, 4, dtype)
     coding = codings(layout)[name]

@@ -40,3 +40,19 @@ def test_shared_pool_descriptor_does_not_allow_writing() -> None:
             mmap.mmap(descriptor, 4096)
     finally:
         os.close(descriptor)
+
+
+def test_shared_pool_of_several_processes_stays_their_file() -> None:
+    """Other ranks have mapped it: what they write must be what the connector's readers see."""
+    pool = KVPoolMemory.shared(LAYOUT, 2)
+    of_another_rank = KVPoolMemory(LAYOUT, 2, pool.descriptor)
+    descriptor = open_shared(pool)
+    try:
+        of_another_rank.block(1)[:] = b"c" * LAYOUT.block_bytes
+        with mmap.mmap(descriptor, len(pool.buffer), prot=mmap.PROT_READ) as shared:
+            assert shared[LAYOUT.block_stride_bytes] == ord("c")
+        assert bytes(pool.block(1)) == b"c" * LAYOUT.block_bytes
+        with pytest.raises(OSError):
+            mmap.mmap(descriptor, 4096)
+    finally:
+        os.close(descriptor)

@@ -161,7 +161,7 @@ def test_resolve_model_gguf_interrupted_leaves_nothing_taken_for_whole(tmp_path:
 
 @pytest.mark.parametrize(
     ("architecture", "extra_tensor", "message"),
-    [("qwen2", None, "architecture 'qwen2'"), ("llama", "rope_freqs.weight", r"tensor 'rope_freqs\.weight'")],
+    [("mamba", None, "architecture 'mamba'"), ("llama", "rope_freqs.weight", r"tensor 'rope_freqs\.weight'")],
 )
 def test_resolve_model_gguf_unsupported_raises(tmp_path: Path, architecture: str, extra_tensor: str | None, message: str) -> None:
     write_gguf(tmp_path / "tiny.gguf", architecture, extra_tensor)

@@ -42,6 +42,7 @@ def test_effective_config_cores_are_divided_among_nodes() -> None:
     assert effective(Config(), num_cores=8).engine.num_threads == 4
     assert effective(Config(cluster=ClusterOptions(prefill=3, decode=4)), num_cores=2).engine.num_threads == 1
     assert effective(Config(cluster=ClusterOptions(prefill=0, decode=1)), num_cores=2).engine.num_threads == 2
+    assert effective(Config(engine=EngineOptions(tensor_parallel_size=2)), num_cores=8).engine.num_threads == 2
 
 
 def test_effective_config_users_threads_stay() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -33,6 +34,19 @@ def test_pool_memory_is_zeros_on_page_boundaries_and_there_from_the_start() -> N
     if Path("/proc/self/smaps").exists():
         assert resident_kib(address, "Rss") * 1024 >= len(pool.buffer)
     assert not any(pool.buffer)
+
+
+def test_pool_memory_shared_is_zeros_seen_by_whoever_maps_it_and_its_file_is_closed_with_it() -> None:
+    pool = KVPoolMemory.shared(LAYOUT, 4)
+    descriptor = pool.descriptor
+    other = KVPoolMemory(LAYOUT, 4, descriptor)
+    assert not any(other.buffer)
+    other.block(3)[-1] = 7
+    assert pool.block(3)[-1] == 7
+    del pool
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+    assert other.block(3)[-1] == 7  # the memory lives as long as somebody has it
 
 
 def test_pool_memory_where_huge_pages_are_allowed_is_made_of_them() -> None:

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.adapter_files import read_adapter
-from core.config import ModelOptions
+from core.config import EngineOptions, ModelOptions
 from core.kv.pool_memory import KVPoolMemory
 from core.model.description import ModelDescription, describe_model
+from core.model.parallel import ParallelRunner
+from core.model.parallel_loading import load_parallel
 from core.model.runner import TorchModelRunner, kv_cache_views
 from core.sampling_params import SamplingParams
 from core.step import AdapterLoad, NewRequest, StepPlan, StepResult, TokenLogprob
@@ -73,11 +76,29 @@ class Driver:
     """A scheduler's stand-in: blocks in random order, any number of tokens per request and step."""
 
     def __init__(
-        self, folder: Path, dtype: str = "float32", num_blocks: int = 256, seed: int = 0, cpu_kernels: str = "auto"
+        self,
+        folder: Path,
+        dtype: str = "float32",
+        num_blocks: int = 256,
+        seed: int = 0,
+        options: ModelOptions | None = None,
+        cpu_kernels: str = "auto",
+        num_ranks: int = 1,
+        **engine_options: Any,
     ) -> None:
-        self.description: ModelDescription = describe_model(folder, ModelOptions(dtype=dtype), BLOCK_SIZE)
-        self.pool = KVPoolMemory(self.description.kv_layout, num_blocks)
-        self.runner = TorchModelRunner.load(folder, self.description, self.pool, 0, cpu_kernels=cpu_kernels)
+        """options: others than the defaults, instead of dtype. num_ranks: with more than one, close() ends the other processes.
+        engine_options: of the engine and load_parallel.
+        """
+        self.description: ModelDescription = describe_model(folder, options or ModelOptions(dtype=dtype), BLOCK_SIZE)
+        self.runner: TorchModelRunner | ParallelRunner
+        if num_ranks == 1:
+            self.pool = KVPoolMemory(self.description.kv_layout, num_blocks)
+            self.runner = TorchModelRunner.load(folder, self.description, self.pool, 0, cpu_kernels=cpu_kernels)
+        else:
+            on_lost = engine_options.pop("on_lost", pytest.fail)
+            engine = EngineOptions(tensor_parallel_size=num_ranks, num_threads=1, cpu_kernels=cpu_kernels, **engine_options)
+            parallel = load_parallel(folder, self.description, engine, num_blocks, on_lost=on_lost)
+            self.pool, self.runner = parallel.connector_memory, parallel.runner
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
         self._step_id = 0
@@ -86,9 +107,14 @@ class Driver:
 
     def _poison(self) -> None:
         """Fill the pool with NaN: whoever reads what was not written, shows."""
-        for key_cache, value_cache in kv_cache_views(self.pool):
-            key_cache.fill_(float("nan"))
-            value_cache.fill_(float("nan"))
+        for caches in kv_cache_views(self.pool):
+            for cache in caches:
+                cache.fill_(0xFF if cache.dtype is torch.uint8 else float("nan"))  # NaN in fp8, and as int8's scale
+
+    def close(self) -> None:
+        """End what other processes there are."""
+        if isinstance(self.runner, ParallelRunner):
+            self.runner.close()
 
     def add(self, request_id: str, prompt: list[int], sampling: SamplingParams = GREEDY, adapter: str = "") -> Request:
         return Request(request_id, list(prompt), len(prompt), sampling, adapter=adapter)

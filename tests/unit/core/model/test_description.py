@@ -94,14 +94,49 @@ def test_describe_model_fingerprint_follows_content_not_path(folder: Path, tmp_p
     assert describe(folder).model_fingerprint != original
 
 
+def test_describe_model_fingerprint_differs_where_kv_would(folder: Path) -> None:
+    choices: list[dict[str, Any]] = [
+        *({"dtype": "bfloat16"}, {"dtype": "float32"}),  # differ in the layout's fingerprint
+        *({"dtype": dtype, "kv_cache_dtype": kv} for dtype in ("bfloat16", "float32") for kv in ("fp8", "int8", "float16")),
+        *({"dtype": "bfloat16", "quantization": quantization} for quantization in ("int8", "int4")),
+    ]
+    found = [describe(folder, **choice) for choice in choices]
+    names = {(description.model_fingerprint, description.kv_layout.fingerprint) for description in found}
+    assert len(names) == len(choices)
+    same = describe(folder, dtype="bfloat16", kv_cache_dtype="bfloat16")
+    assert (same.model_fingerprint, same.kv_layout) == (found[0].model_fingerprint, found[0].kv_layout)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: LlamaForCausalLM"),
+        (
+            {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
+            "MambaForCausalLM is not supported: it keeps a recurrent",
+        ),
+        ({"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration is not supported; supported: causal"),
+        (
+            {"architectures": ["FalconForCausalLM"], "model_type": "falcon"},
+            "FalconForCausalLM is not supported: its config gives no shape",
+        ),
+        (
+            {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"},
+            "StableLmForCausalLM .* computes attention itself",
+        ),
+        ({"architectures": ["XLMForCausalLM"]}, "architecture XLMForCausalLM is not supported"),
         ({"architectures": None}, "architecture unknown is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "RoPE type 'longrope'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "RoPE type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}}, "1 factors for 8 pairs"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary embeddings"),
+        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok is 3"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 2}, "missing the field num_experts_per_tok"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quant_method 'bitsandbytes' .* supported: fp8",
+        ),
         ({"num_key_value_heads": 4}, "evenly"),
         ({"vocab_size": None}, "missing the field vocab_size"),
     ],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.model import attention_torch, linear, llama
+from core.model import activations, attention_torch, linear
 
 THREADS = (1, 2, 4)
 SMOLLM2_MATRICES = [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)]
@@ -76,8 +76,10 @@ def test_elementwise_and_row_sums_any_number_of_rows_same_bits(width: int) -> No
     torch.manual_seed(0)
     rows = torch.randn(300, width)
     counts = [1, 2, 3, 7, 8, 31, 257]
-    assert_rows_keep_their_bits(llama.silu, rows, counts)
-    assert_rows_keep_their_bits(torch.exp, rows, counts)
+    for elementwise in (activations.silu, activations.gelu, activations.gelu_tanh, torch.exp, torch.tanh):
+        assert_rows_keep_their_bits(elementwise, rows, counts)
+    assert_rows_keep_their_bits(lambda part: activations.soft_cap(part, 3.0), rows, counts)
+    assert_rows_keep_their_bits(lambda part: part.softmax(-1).topk(8).values, rows, counts)
     assert_rows_keep_their_bits(lambda part: part.sum(-1), rows, counts)
     weight = torch.randn(width)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -86,8 +88,17 @@ def test_elementwise_and_row_sums_any_number_of_rows_same_bits(width: int) -> No
         )
 
 
-def test_silu_equals_torch_within_rounding() -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (activations.silu, functional.silu),
+        (activations.gelu, functional.gelu),
+        (activations.gelu_tanh, lambda values: functional.gelu(values, approximate="tanh")),
+    ],
+)
+def test_activation_equals_torch_within_rounding(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor]) -> None:
     values = torch.linspace(-120.0, 120.0, 2401)
-    assert torch.allclose(llama.silu(values), functional.silu(values), atol=1e-6)
-    extremes = torch.tensor([-200.0, 0.0, 200.0, torch.inf])
-    assert torch.equal(llama.silu(extremes), functional.silu(extremes))
+    assert torch.allclose(ours(values), theirs(values), atol=1e-6)
+    extremes = torch.tensor([-200.0, 0.0, 200.0])
+    assert torch.equal(ours(extremes), theirs(extremes))
+    assert ours(torch.tensor(torch.inf)) == torch.inf

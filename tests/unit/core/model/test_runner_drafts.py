@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from core.model.runner import _kept_tokens
-from core.model.sampler import SampledRow, Sampler
+from core.model.sampled_row import SampledRow
+from core.model.sampler import Sampler
 from core.sampling_params import SamplingParams
 from tests.unit.core.model.support import Driver, random_prompt, save_llama
 

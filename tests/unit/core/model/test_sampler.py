@@ -13,7 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import InvalidInputError
-from core.model.sampler import SampledRow, Sampler, apply_token_masks, sample_random, token_logprobs, uniform
+from core.model.logit_adjustments import apply_token_masks
+from core.model.logprobs import token_logprobs
+from core.model.random_draw import RandomDraw
+from core.model.sampled_row import SampledRow, uniform
+from core.model.sampler import Sampler
 from core.sampling_params import SamplingParams
 
 EOS = 2
@@ -115,7 +119,7 @@ def test_sampler_top_p_beyond_the_candidates_sorts_all() -> None:
     logits[0, :2500] = 1.0
     probability = math.e / (2500 * math.e + 2500)
     row = make_row(seed=1, top_p=2000 * probability)
-    kept = [int(sample_random(logits.clone(), [SampledRow(row.sampling, np.arange(n), 1)])) for n in range(1, 60)]
+    kept = [int(RandomDraw().draw(logits.clone(), [SampledRow(row.sampling, np.arange(n), 1)])[0]) for n in range(1, 60)]
     assert max(kept) < 2500 and len(set(kept)) > 50
 
 
