@@ -1,4 +1,4 @@
-"""Building the CPU kernels, with a source that compiles in a second: what goes wrong ends in a warning, never a broken library."""
+"""Building the CPU kernels, from a source that compiles in a second: what goes wrong ends in a warning, not a broken library."""
 
 from __future__ import annotations
 
