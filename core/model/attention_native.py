@@ -1,6 +1,7 @@
-"""Paged attention by this project's own CPU kernels (native/src/attention.cpp), in bfloat16 or float32.
+"""Paged attention by this project's own CPU kernel (native/src/attention.cpp), in bfloat16 or float32.
 
-Bits are the same per token in any batch and on any number of threads: KV is read in tiles at absolute positions.
+Bits are the same per token in any batch and on any number of threads: KV is read in tiles at absolute positions. In
+bfloat16, probabilities are rounded before they weigh the values.
 """
 
 from __future__ import annotations
@@ -13,36 +14,29 @@ from torch import Tensor
 from core.model.attention import AttentionBackend, AttentionBatch
 from core.model.native_linear import NATIVE_DTYPES
 
+_NO_SLOTS = torch.empty(0, dtype=torch.int64)
+
 
 class NativeAttention(AttentionBackend):
-    """The compiled backend. head_dim must be even. Which prefixes are shared makes no difference to it."""
+    """For a pool of bfloat16 or float32 in host memory. Shared prefixes are read by each request for itself."""
 
     def __init__(self, native: Any, block_size: int) -> None:
         """native: the extension. block_size: of the pool, in tokens."""
-        self._native = native
+        self._kernels = {dtype: getattr(native, f"paged_attention_{name}") for dtype, name in NATIVE_DTYPES.items()}
         self._block_size = block_size
-        self._kernels = {dtype: getattr(native, f"attend_{name}") for dtype, name in NATIVE_DTYPES.items()}
-        self._batch: AttentionBatch | None = None
-        self._plan: Any = None
+        self._slot_mapping = self._block_tables = self._query_start = self._seq_lens = _NO_SLOTS
 
     @property
     def slot_mapping(self) -> Tensor:
-        """Of the step that began last: [num_tokens]."""
-        assert self._batch is not None
-        return self._batch.slot_mapping
+        """Of the step that began last; see AttentionBatch."""
+        return self._slot_mapping
 
     def begin_step(self, batch: AttentionBatch) -> None:
-        self._batch = batch  # the plan points into it
-        assert batch.block_tables.is_contiguous()
-        num_requests, max_blocks = batch.block_tables.shape
-        self._plan = self._native.BatchPlan(
-            batch.block_tables.data_ptr(),
-            batch.query_start.data_ptr(),
-            batch.seq_lens.data_ptr(),
-            num_requests,
-            max_blocks,
-            self._block_size,
-        )
+        """See AttentionBackend."""
+        self._slot_mapping = batch.slot_mapping.contiguous()
+        self._block_tables = batch.block_tables.contiguous()
+        self._query_start = batch.query_start.contiguous()
+        self._seq_lens = batch.seq_lens.contiguous()
 
     def attend(
         self,
@@ -55,9 +49,9 @@ class NativeAttention(AttentionBackend):
         sliding_window: int = 0,
         soft_cap: float = 0.0,
     ) -> Tensor:
-        slots = self.slot_mapping
-        num_tokens = slots.shape[0]
-        blocks, offsets = slots // self._block_size, slots % self._block_size
+        """See AttentionBackend."""
+        num_tokens = self._slot_mapping.shape[0]
+        blocks, offsets = self._slot_mapping // self._block_size, self._slot_mapping % self._block_size
         key_cache[blocks, offsets] = key[:num_tokens]
         value_cache[blocks, offsets] = value[:num_tokens]
         return self.attend_stored(query, key_cache, value_cache, scale, sliding_window, soft_cap)
@@ -71,21 +65,23 @@ class NativeAttention(AttentionBackend):
         sliding_window: int = 0,
         soft_cap: float = 0.0,
     ) -> Tensor:
-        """As attend, of a step whose K and V are in the pool already."""
+        """The same, for a layer whose K and V of this step are in the pool already."""
         query = query.contiguous()
-        num_heads, head_dim = query.shape[1:]
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        output[self.slot_mapping.shape[0] :] = 0
-        sizes = (num_heads, key_cache.shape[2], head_dim, key_cache.stride(0), key_cache.stride(1))
+        num_rows, num_heads, head_dim = query.shape
+        _, block_size, num_kv_heads, _ = key_cache.shape
+        assert key_cache.stride() == value_cache.stride() and key_cache.stride()[2:] == (head_dim, 1), "heads lie side by side"
+        assert block_size == self._block_size
+        output = torch.empty_like(query)
         self._kernels[query.dtype](
-            self._plan,
-            query.data_ptr(),
-            output.data_ptr(),
-            key_cache.data_ptr(),
-            value_cache.data_ptr(),
-            sizes,
+            (query.data_ptr(), output.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()),
+            (self._block_tables.data_ptr(), self._query_start.data_ptr(), self._seq_lens.data_ptr()),
+            (
+                *(num_rows, self._seq_lens.shape[0], self._block_tables.shape[1]),
+                *(num_heads, num_kv_heads, head_dim),
+                *(block_size, key_cache.stride(0), key_cache.stride(1)),
+            ),
+            sliding_window,
             scale,
             soft_cap,
-            sliding_window,
         )
         return output

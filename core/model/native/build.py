@@ -36,41 +36,59 @@ BUILD_TIMEOUT_S = 900.0
 @functools.cache
 def load_native() -> Any:
     """The extension module, built if need be (a minute, once per machine), or None with a warning that says what is missing."""
+    return try_load(user_cache_dir() / "native", SOURCES)
+
+
+def try_load(cache_dir: Path, sources: Path) -> Any:
+    """load_native for a folder of sources and one for what is built of them."""
     try:
-        library = find_or_build(user_cache_dir() / "native")
-    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        library = find_or_build(cache_dir, sources)
+        try:
+            return _import(library)
+        except ImportError:  # damaged, or of a system that has changed under it
+            library.unlink()
+            return _import(find_or_build(cache_dir, sources))
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         _logger.warning("CPU kernels cannot be compiled, plain torch serves instead, several times slower: %s", error)
         return None
-    return _import(library)
 
 
-def find_or_build(cache_dir: Path) -> Path:
-    """The library for this machine, compiler and torch. Processes that want the same one wait for the first.
+def find_or_build(cache_dir: Path, sources: Path) -> Path:
+    """The library of `sources` for this machine, compiler and torch. Processes that want the same one wait for the first.
 
     Raises RuntimeError with the compiler's words, or OSError where the cache folder cannot be written.
     """
     compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None or shutil.which("ninja") is None:
-        raise RuntimeError(f"needs a C++ compiler ({compiler}) and ninja: install g++ and ninja-build")
-    folder = cache_dir / _key(compiler)
+    missing = [name for name in (compiler, "ninja") if shutil.which(name, path=_search_path()) is None]
+    if missing:
+        raise RuntimeError(f"no {' and no '.join(missing)}: install g++ and ninja (apt install g++ ninja-build)")
+    folder = cache_dir / _key(compiler, sources)
     library = folder / f"{MODULE_NAME}.so"
     if library.exists():
         return library
     cache_dir.mkdir(parents=True, exist_ok=True)
     with (cache_dir / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a process that dies gives it up
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _logger.info("another process compiles the CPU kernels: waiting for it ...")
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a process that dies gives it up
         if not library.exists():
-            _build(folder)
+            _build(folder, sources)
     return library
 
 
-def _build(folder: Path) -> None:
+def _build(folder: Path, sources: Path) -> None:
+    """Compile into a folder beside `folder` and move the library there. The lock is held by the caller."""
     started_s = time.monotonic()
     _logger.info("compiling CPU kernels, once for this machine (about a minute) ...")
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="build-") as scratch:
+    for stale in folder.parent.glob("build-*"):  # we hold the lock: whoever made it is gone
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="build-", ignore_cleanup_errors=True) as scratch:
         done = subprocess.run(
-            [sys.executable, "-m", "core.model.native.build", scratch],
+            [sys.executable, "-m", "core.model.native.build", scratch, str(sources.absolute())],
             cwd=Path(__file__).parents[3],
+            env={**os.environ, "PATH": _search_path()},
             capture_output=True,
             text=True,
             timeout=BUILD_TIMEOUT_S,
@@ -82,11 +100,16 @@ def _build(folder: Path) -> None:
     _logger.info("compiled CPU kernels in %.0f s", time.monotonic() - started_s)
 
 
-def _key(compiler: str) -> str:
+def _search_path() -> str:
+    """Of programs: Python's own folder too, where pip puts ninja."""
+    return os.pathsep.join((os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)))
+
+
+def _key(compiler: str, sources: Path) -> str:
     """Differs whenever the library would: sources, flags, versions, and what instructions this CPU has."""
     digest = hashlib.sha256(repr((FLAGS, torch.__version__, sys.version_info[:3], platform.machine(), _cpu_flags())).encode())
     digest.update(subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout)
-    for path in sorted(SOURCES.iterdir()):
+    for path in sorted(sources.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]
 
@@ -108,13 +131,13 @@ def _import(library: Path) -> Any:
     return module
 
 
-def _compile(folder: str) -> None:
+def _compile(folder: str, sources: str) -> None:
     """The child process."""
     from torch.utils import cpp_extension
 
     cpp_extension.load(
         MODULE_NAME,
-        sorted(str(path) for path in SOURCES.glob("*.cpp")),
+        sorted(str(path) for path in Path(sources).glob("*.cpp")),
         extra_cflags=list(FLAGS),
         extra_ldflags=["-fopenmp"],
         build_directory=folder,
@@ -122,4 +145,4 @@ def _compile(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    _compile(sys.argv[1])
+    _compile(sys.argv[1], sys.argv[2])
