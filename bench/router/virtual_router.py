@@ -1,0 +1,64 @@
+"""The router's side of a simulated cluster: the real registry and the real policy, told what nodes tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.router.cost_model import CostModel
+from bench.router.trace import BLOCK_TOKENS
+from bench.router.virtual_node import VirtualNode
+from core.config import RouterOptions
+from core.stats import EngineStats
+from core.wire.messages import Heartbeat, ModelInfo, Register
+from router.policy import Placer
+from router.registry import NodeRegistry
+
+_MODEL = ModelInfo(
+    model_name="simulated",
+    model_fingerprint=bytes(16),
+    layout_fingerprint=bytes(16),
+    block_size=BLOCK_TOKENS,
+    max_model_len=2**20,
+    vocab_size=2**16,
+    dtype="bfloat16",
+)
+_STATS = EngineStats()
+
+
+class VirtualRouter:
+    """Places requests. Nodes are known by their node_id, which is their socket's identity too."""
+
+    def __init__(self, policy: str, nodes: Sequence[VirtualNode], costs: CostModel) -> None:
+        """Raises ConfigError for an unknown policy."""
+        options = RouterOptions(policy=policy)
+        self._costs = costs
+        self.registry = NodeRegistry(options.heartbeat_timeout_s, options.step_stall_timeout_s)
+        self.placer = Placer(options, self.registry)
+        for node in nodes:
+            message = Register(
+                node_id=node.node_id,
+                role=node.role,
+                generation=1,
+                model=_MODEL,
+                max_num_seqs=node.max_num_seqs,
+                num_blocks=node.pool.num_blocks,
+                connector="tcp",
+            )
+            refusal = self.registry.register(message, node.node_id.encode(), 0.0).refusal
+            assert not refusal, refusal
+
+    def place_prefill(self, num_tokens: int, block_names: Sequence[bytes]) -> str:
+        """A prefill node's id; "" when the decode node does it."""
+        return self.placer.place_prefill(num_tokens).node_id
+
+    def place_decode(self, num_tokens: int, block_names: Sequence[bytes]) -> str:
+        """A decode node's id."""
+        return self.placer.place_decode().node_id
+
+    def heartbeat(self, node: VirtualNode, now_s: float) -> None:
+        """A node tells of its load."""
+        message = Heartbeat(node_id=node.node_id, generation=1, load=node.load(), stats=_STATS)
+        self.registry.heartbeat(message, node.node_id.encode(), now_s)
+
+    def take_events(self, node_id: str, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Blocks that a node's pool has now, and has no longer."""
