@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from bench.router import replay
+from bench.router import overhead, replay
 
-COMMANDS = {"replay": replay}
+COMMANDS = {"replay": replay, "overhead": overhead}
 
 
 def main() -> None:
