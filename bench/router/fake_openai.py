@@ -20,7 +20,14 @@ _WORDS = [f" word{number}" for number in range(500)]
 
 
 class _Body(msgspec.Struct):
-    max_tokens: int = 16
+    """max_completion_tokens: how some routers rewrite max_tokens."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.max_tokens or self.max_completion_tokens or 16
 
 
 async def serve(num_ports: int, pace_s: float) -> None:
@@ -43,7 +50,7 @@ async def _answer_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     headers = {name.strip().lower(): value.strip() for name, _colon, value in (line.partition(":") for line in lines[1:])}
     body = await reader.readexactly(int(headers.get("content-length", 0)))
     if lines[0].startswith("POST"):
-        await _stream(writer, msgspec.json.decode(body, type=_Body).max_tokens, pace_s)
+        await _stream(writer, msgspec.json.decode(body, type=_Body).num_tokens, pace_s)
     else:
         model = {"id": MODEL_NAME, "object": "model", "owned_by": "bench", "max_model_len": 8192}
         answer = json.dumps({"object": "list", "data": [model], "model_path": MODEL_NAME, "served_model_name": MODEL_NAME})
@@ -58,8 +65,8 @@ async def _stream(writer: asyncio.StreamWriter, num_tokens: int, pace_s: float) 
         reason = '"length"' if place + 1 == num_tokens else "null"
         delta = json.dumps({"content": _WORDS[place % len(_WORDS)]})
         event = (
-            f'data: {{"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,"model":"{MODEL_NAME}",'
-            f'"choices":[{{"index":0,"delta":{delta},"logprobs":null,"finish_reason":{reason}}}]}}\n\n'
+            f'data: {{"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,'
+            f'"model":"{MODEL_NAME}","choices":[{{"index":0,"delta":{delta},"logprobs":null,"finish_reason":{reason}}}]}}\n\n'
         )
         _write_chunk(writer, event.encode())
         if pace_s:

@@ -113,7 +113,8 @@ async def _wait_until_ready(port: int, body: bytes) -> None:
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    return sum(times.user + times.system for times in (one.cpu_times() for one in (process, *process.children(recursive=True))))
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return float(sum(one.user + one.system for one in times))
 
 
 def _start_ours(_name: str, arguments: argparse.Namespace, stack: ExitStack) -> tuple[psutil.Process, int]:
@@ -139,7 +140,7 @@ def _start_other(name: str, arguments: argparse.Namespace, stack: ExitStack) -> 
 
 def _spawn(command: Sequence[str], stack: ExitStack, stdout: int | None = None) -> subprocess.Popen[bytes]:
     """A child that ends with the stack; what it writes is shown if it has ended before that."""
-    log: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())
+    log: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
     process = subprocess.Popen(command, stdout=stdout or log, stderr=log)
 
     def end() -> None:

@@ -62,7 +62,7 @@ IMPORT_TABLE: dict[str, Room] = {
         ),
     ),
     "deploy": Room(ours=("core", "connectors", "router", "prefill_node", "decode_node")),
-    "bench": Room(ours=ANYTHING_OF_OURS, outside=frozenset({"httpx", "msgspec", "tqdm", "numpy", "torch"})),
+    "bench": Room(ours=ANYTHING_OF_OURS, outside=frozenset({"httpx", "msgspec", "psutil", "tqdm", "numpy", "torch", "zmq"})),
 }
 
 # Files that run inside another engine's process and in none of ours, with what they import of it. Nothing of ours imports them.
