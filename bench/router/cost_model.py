@@ -4,7 +4,7 @@
     transfer = latency + blocks * per block, one after the other on a node's link
 The defaults are what arithmetic says of a model of 70 billion weights (80 layers of 8,192, grouped KV of 320 KiB per token) on
 eight H100 that reach 40 % of their peak: 140 GFLOP per token and 2.6 MFLOP per attended position at 3.2 PFLOP/s, KV read at
-26 TB/s, blocks of 512 tokens (160 MiB) moved between nodes at 50 GB/s and from a shared store at 20 GB/s.
+26 TB/s, blocks of 512 tokens (160 MiB) moved between nodes at 50 GB/s and from a shared store at 20.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ from bench.router.sequential import replay_sequential
 from bench.router.trace import TraceRequest, read_trace
 from bench.router.virtual_cluster import ClusterShape, Served, VirtualCluster
 
+# Milliseconds to bring a block of 160 MiB from a shared store: nvme at 20 GB/s, redis over 100 Gbit/s.
+STORE_MS_PER_BLOCK = {"nvme": 8.4, "redis": 13.4}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommand's options; every time of the cost model is one."""
@@ -24,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode", type=int, default=0)
     parser.add_argument("--blocks", type=int, default=5859, help="of 512 tokens, per node; 0 with --sequential: unlimited")
     parser.add_argument("--policy", default="kv_aware,least_loaded,round_robin", help="several: the first one's figures lead")
-    parser.add_argument("--store", choices=("none", "nvme", "redis"), default="none", help="what the nodes share")
+    parser.add_argument("--store", choices=("none", *STORE_MS_PER_BLOCK), default="none", help="what the nodes share")
     parser.add_argument("--store-blocks", type=int, default=0, help="0: ten times the nodes' blocks")
     parser.add_argument(
         "--sequential", action="store_true", help="one pool, one request after the other: the trace's own numbers"
@@ -32,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speed", type=float, default=1.0, help="times so many requests a second as the trace has")
     for cost in fields(CostModel):
         kind = int if cost.name == "step_tokens" else float
-        parser.add_argument(f"--{cost.name.replace('_', '-')}", type=kind, default=cost.default)
+        parser.add_argument(f"--{cost.name.replace('_', '-')}", type=kind, help=f"default: {cost.default}")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -42,7 +45,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         return _sequential(requests, arguments.blocks or None)
     if arguments.speed != 1.0:
         requests = [_sooner(traced, arguments.speed) for traced in requests]
-    costs = CostModel(**{cost.name: getattr(arguments, cost.name) for cost in fields(CostModel)})
+    given = {cost.name: getattr(arguments, cost.name) for cost in fields(CostModel)}
+    if arguments.store != "none" and given["store_ms_per_block"] is None:
+        given["store_ms_per_block"] = STORE_MS_PER_BLOCK[arguments.store]
+    costs = CostModel(**{name: value for name, value in given.items() if value is not None})
     shape = _shape(arguments)
     by_policy = {}
     for policy in arguments.policy.split(","):
