@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from bench.router import overhead, replay
+from bench.router import decide, overhead, replay
 
-COMMANDS = {"replay": replay, "overhead": overhead}
+COMMANDS = {"replay": replay, "decide": decide, "overhead": overhead}
 
 
 def main() -> None:

@@ -13,23 +13,23 @@ from core.wire.messages import Heartbeat, ModelInfo, Register
 from router.policy import Placer
 from router.registry import NodeRegistry
 
-_MODEL = ModelInfo(
-    model_name="simulated",
-    model_fingerprint=bytes(16),
-    layout_fingerprint=bytes(16),
-    block_size=BLOCK_TOKENS,
-    max_model_len=2**20,
-    vocab_size=2**16,
-    dtype="bfloat16",
-)
 _STATS = EngineStats()
 
 
 class VirtualRouter:
     """Places requests. Nodes are known by their node_id, which is their socket's identity too."""
 
-    def __init__(self, policy: str, nodes: Sequence[VirtualNode], costs: CostModel) -> None:
+    def __init__(self, policy: str, nodes: Sequence[VirtualNode], costs: CostModel, block_size: int = BLOCK_TOKENS) -> None:
         """Raises ConfigError for an unknown policy."""
+        model = ModelInfo(
+            model_name="simulated",
+            model_fingerprint=bytes(16),
+            layout_fingerprint=bytes(16),
+            block_size=block_size,
+            max_model_len=2**20,
+            vocab_size=2**16,
+            dtype="bfloat16",
+        )
         options = RouterOptions(policy=policy)
         self._costs = costs
         self.registry = NodeRegistry(options.heartbeat_timeout_s, options.step_stall_timeout_s)
@@ -39,7 +39,7 @@ class VirtualRouter:
                 node_id=node.node_id,
                 role=node.role,
                 generation=1,
-                model=_MODEL,
+                model=model,
                 max_num_seqs=node.max_num_seqs,
                 num_blocks=node.pool.num_blocks,
                 connector="tcp",
