@@ -27,6 +27,7 @@ from core.errors import ConfigError
 MIB = 1024 * 1024
 DEFAULT_MODEL = "smollm2"
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
+KV_EVENT_POLICIES = ("kv_aware",)  # what they decide by comes with the nodes' KV events
 DTYPES = ("bfloat16", "float16", "float32")
 ENVIRONMENT_PREFIX = "KVRELAY_"
 EXIT_USAGE = 2  # of every process whose user made a mistake
@@ -177,6 +178,7 @@ class RouterOptions:
     of one request over all nodes, max_node_deaths the nodes that may die while they have it. step_stall_timeout_s: a node
     whose step thread has not moved for so long gets nothing new and loses its requests to others. drain_timeout_s: how long a
     draining node may finish what it has before the rest moves to other nodes.
+    kv_events: whether nodes tell the router which blocks their caches hold; auto: when the policy decides by that.
     lora_modules: LoRA adapters that are served from the start, folders by name, as every node finds them.
     allow_runtime_lora_updating: administrators may load and unload adapters, which makes all nodes read a folder that they name.
     http_fd: an inherited socket that listens already
@@ -210,11 +212,18 @@ class RouterOptions:
     local_prefill_max_tokens: int = 0
     step_stall_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
+    kv_events: str = "auto"
     lora_modules: dict[str, str] = field(default_factory=dict)
     allow_runtime_lora_updating: bool = False
     http_fd: int = -1
 
+    @property
+    def wants_kv_events(self) -> bool:
+        """Whether nodes are to tell what their caches hold."""
+        return self.kv_events == "on" or (self.kv_events == "auto" and self.policy in KV_EVENT_POLICIES)
+
     def __post_init__(self) -> None:
+        _check(self.kv_events in ("auto", "on", "off"), "router.kv_events", self.kv_events, "auto, on or off")
         _check(0 <= self.port <= 65535, "router.port", self.port, "0 to 65535")
         _check(0 <= self.control_port <= 65535, "router.control_port", self.control_port, "0 to 65535")
         for name in (

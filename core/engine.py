@@ -21,7 +21,9 @@ from core.errors import ConfigError, InvalidInputError, OverloadedError
 from core.grammar import GrammarCompiler
 from core.kv.block_pool import BlockPool
 from core.kv.connector import KVConnector
+from core.kv.kv_events import KVChanges, KVEventLog
 from core.kv.ledger import TransferLedger
+from core.kv.load_cost import MeasuredCosts
 from core.kv_cache_manager import KVCacheManager
 from core.request import FinishReason, Request, RequestStage, RequestStatus
 from core.sampling_params import SamplingParams
@@ -250,6 +252,8 @@ class EngineCore:
             self.stats.step_prompt_tokens = max(0, num_tokens - self.stats.step_generation_tokens)
             if _is_mostly_prompt(plan):
                 self._ledger.cost.observe_prefill(num_tokens, outcome.num_attended, outcome.duration_s)
+            elif num_tokens <= len(plan.num_scheduled_tokens) * (1 + self.options.num_speculative_tokens):
+                self._ledger.cost.observe_decode(outcome.duration_s)
         self._add_step_seconds("execute", outcome.duration_s)
         self._add_step_seconds("update", self._clock.now_s() - finished_s)
         self.stats.num_steps += 1
@@ -326,6 +330,23 @@ class EngineCore:
     def _add_step_seconds(self, phase: str, duration_s: float) -> None:
         self.stats.step_seconds[phase] = self.stats.step_seconds.get(phase, 0.0) + duration_s
 
+    # -- KV events -----------------------------------------------------------------------------------------------------
+    def watch_kv(self, *, is_on: bool) -> None:
+        """Record which blocks come and go from now on (anew: the first changes are everything there is), or no longer."""
+        log = None
+        if is_on:
+            medium = self._connector.name if self._connector is not None else ""
+            log = KVEventLog(self._pool.cached_hashes, self._pool.num_blocks, medium)
+        self._pool.event_log = self._ledger.event_log = log
+
+    def take_kv_changes(self) -> KVChanges | None:
+        """What changed since the last call; None when nothing did, or nobody watches."""
+        return self._pool.event_log.take() if self._pool.event_log is not None else None
+
+    def measured_costs(self) -> MeasuredCosts:
+        """What prefilling, loading and decoding take here, learned online."""
+        return self._ledger.cost.measured()
+
     # -- health --------------------------------------------------------------------------------------------------------
     def num_waiting_tokens(self) -> int:
         """Tokens of requests here that are not computed yet."""
@@ -380,6 +401,10 @@ class EngineCore:
     def num_cached_blocks(self, block_hashes: Sequence[bytes]) -> int:
         """How many of a prompt's leading blocks are in this engine's own cache. Changes nothing."""
         return len(self._pool.find_longest_prefix(block_hashes, len(block_hashes)))
+
+    def cached_hashes(self) -> tuple[bytes, ...]:
+        """Every block that is in this engine's own cache."""
+        return tuple(self._pool.cached_hashes())
 
     def try_reset_prefix_cache(self, *, force: bool = False) -> bool:
         """Forget cached KV; see Scheduler.try_reset_prefix_cache. News of the steps in flight come with the next step's."""

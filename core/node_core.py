@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from core.engine import EngineCore
 from core.engine_model import EngineModel
 from core.errors import InvalidInputError, OverloadedError
+from core.kv.load_cost import MeasuredCosts
+from core.kv_event_stream import KVEventStream
 from core.request import RequestStage
 from core.step_output import StepOutput
 from core.wire import messages
@@ -35,6 +37,7 @@ class NodeCore:
         self.identity = identity
         self.engine = engine
         self.is_draining = False
+        self._kv_events = KVEventStream(engine)
 
     def handle(self, command: messages.RouterMessage) -> list[messages.NodeMessage]:
         """Carry out one command; returns what is to be answered at once."""
@@ -54,11 +57,15 @@ class NodeCore:
             return self._load_adapter(command)
         elif isinstance(command, messages.UnloadAdapter):
             self.engine.adapters.forget(command.fingerprint.hex())
+        elif isinstance(command, messages.KVSnapshotRequest):
+            return self._kv_events.start()
         elif isinstance(command, messages.Drain):
             self.is_draining = True
+            self._kv_events.stop()
         elif isinstance(command, messages.RegisterAgain):
             num_dropped = self.engine.abort_all()
             self.engine.adapters.forget_all()
+            self._kv_events.stop()
             if num_dropped:
                 _logger.warning("the router is gone or has forgotten this node: dropped %d requests", num_dropped)
         return []
@@ -67,14 +74,15 @@ class NodeCore:
         """One engine step: its news, and how many tokens it computed (0: only transfers can bring more)."""
         output = self.engine.step()
         updates = updates_from_output(output)
-        news: list[messages.NodeMessage] = [messages.Updates(updates)] if updates else []
+        news = self._kv_events.collect()  # first: whoever hears that a prompt is done may ask for its blocks
+        news += [messages.Updates(updates)] if updates else []
         news += [_adapter_reply(bytes.fromhex(load.adapter), load.error) for load in output.adapter_loads]
         return news, output.num_tokens
 
     def settle(self) -> list[messages.NodeMessage]:
         """News of ended transfers alone; see EngineCore.handoff_wait_s."""
         updates = updates_from_output(self.engine.settle())
-        return [messages.Updates(updates)] if updates else []
+        return [*self._kv_events.collect(), *([messages.Updates(updates)] if updates else [])]
 
     def heartbeat(self) -> messages.Heartbeat:
         """Load and stats of this moment; a copy, so that another thread may send it."""
@@ -91,6 +99,7 @@ class NodeCore:
             ),
             stats=stats,
             is_draining=self.is_draining,
+            costs=node_costs(self.engine.measured_costs(), self.engine.model.layout.block_bytes),
         )
 
     def _load_adapter(self, command: messages.LoadAdapter) -> list[messages.NodeMessage]:
@@ -137,6 +146,22 @@ def model_info(name: str, model: EngineModel) -> messages.ModelInfo:
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         dtype=model.layout.dtype,
+    )
+
+
+def node_costs(measured: MeasuredCosts, block_bytes: int) -> messages.NodeCosts:
+    """What a node tells the router of its measurements."""
+
+    def milliseconds(seconds: float) -> float:
+        return min(1000.0 * seconds, messages.MAX_COST_MS)  # what is more is no message
+
+    return messages.NodeCosts(
+        prefill_overhead_ms=milliseconds(measured.prefill_overhead_s),
+        prefill_ms_per_token=milliseconds(measured.prefill_s_per_token),
+        prefill_ms_per_attended=milliseconds(measured.prefill_s_per_attended),
+        load_latency_ms=milliseconds(measured.load_latency_s),
+        load_ms_per_block=milliseconds(measured.load_s_per_byte * block_bytes),
+        decode_step_ms=milliseconds(measured.decode_step_s),
     )
 
 

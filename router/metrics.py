@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -68,6 +68,10 @@ class RouterMetrics:
         self.moved_tokens = counter("moved_tokens_total", "Known tokens of requests that moved, by source of KV", ("source",))
         self.admission_rejections = counter("admission_rejections_total", "Requests turned away at once", ("reason",))
         self.wire_gaps = counter("wire_gaps_total", "Registrations ended because messages of the node were lost")
+        self.index_gaps = counter("router_index_gaps_total", "Times a node's KV events were missing, so that all were asked for")
+        self.index_blocks = Gauge(
+            "kvrelay_router_index_blocks", "Blocks known to be in a node's cache", ["node_id"], registry=self.registry
+        )
         self.wire_errors = counter("wire_errors_total", "Messages from nodes that could not be read")
         self.failed_handshakes = counter("failed_handshakes_total", "Connections to the control port without the right keys")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from core.stats import EngineStats
-from core.wire.messages import Heartbeat, ModelInfo, NodeLoad, Register
+from core.wire.messages import Heartbeat, ModelInfo, NodeCosts, NodeLoad, Register
 from core.wire.numbering import PROTOCOL_VERSION, MessageNumbers
 
 ROLES = ("prefill", "decode")
@@ -49,6 +49,7 @@ class NodeState:
     down_reason: str = ""
     load: NodeLoad = field(default_factory=NodeLoad)
     stats: EngineStats = field(default_factory=EngineStats)
+    costs: NodeCosts = field(default_factory=NodeCosts)
     in_flight: dict[str, int] = field(default_factory=dict)
     num_in_flight_tokens: int = 0
     numbers: MessageNumbers = field(default_factory=lambda: MessageNumbers(0))
@@ -71,6 +72,7 @@ class NodeState:
             num_in_flight_tokens=self.num_in_flight_tokens,
             has_suspect=bool(self.suspects),
             load=self.load,
+            costs=self.costs,
         )
 
 
@@ -78,7 +80,8 @@ class NodeState:
 class NodeSnapshot:
     """A node that may get a request, as routing policies see it.
 
-    num_in_flight and num_in_flight_tokens are counted by the router and always current; load is as old as the last heartbeat.
+    num_in_flight and num_in_flight_tokens are counted by the router and always current; load and costs are as old as the last
+    heartbeat.
     """
 
     node_id: str
@@ -88,6 +91,7 @@ class NodeSnapshot:
     num_in_flight_tokens: int = 0
     has_suspect: bool = False
     load: NodeLoad = field(default_factory=NodeLoad)
+    costs: NodeCosts = field(default_factory=NodeCosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,7 @@ class NodeRegistry:
         node.last_heartbeat_s = now_s
         node.load = message.load
         node.stats = message.stats
+        node.costs = message.costs
         before = node.status
         if message.load.step_age_s > self._step_stall_timeout_s:
             node.status = NodeStatus.STALLED

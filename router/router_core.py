@@ -24,6 +24,7 @@ from core.wire.messages import (
     AuditRequest,
     Drain,
     Heartbeat,
+    KVEvents,
     NodeMessage,
     Ping,
     Register,
@@ -38,8 +39,10 @@ from core.wire.numbering import Arrival
 from core.wire.warning_limit import WarningLimit
 from router.adapters import AdapterRegistry, load_message
 from router.flow_actions import Action, Count, Deliver, Dispatch, Fail, Release, RequestSpec
+from router.kv_event_feed import KVEventFeed
 from router.metrics import RouterMetrics
 from router.policy import Placer
+from router.prefix_index import PrefixIndex
 from router.registry import HeartbeatOutcome, NodeRegistry, NodeState
 from router.request_flow import RequestFlow
 from router.tracked_request import Sink, TrackedRequest
@@ -82,11 +85,13 @@ class RouterCore:
         self.registry = NodeRegistry(options.heartbeat_timeout_s, options.step_stall_timeout_s)
         self.audits: dict[int, AuditRound] = {}
         self.adapters = AdapterRegistry(self._tell_all)
+        self.index = PrefixIndex()
         self._options = options
         self._clock = clock
         self._send_to = send
         self._metrics = metrics
         self._placer = Placer(options, self.registry)
+        self._kv_events = KVEventFeed(self.index, self._send, metrics)
         self._tracked: dict[str, TrackedRequest] = {}
         self._ids = (f"{id_prefix}-{count}" for count in itertools.count())
         self._audit_ids = itertools.count(1)
@@ -180,6 +185,9 @@ class RouterCore:
             self._handle_heartbeat(identity, message, now_s)
         elif isinstance(message, Register):
             self._handle_register(identity, message, now_s)
+        elif isinstance(message, KVEvents):
+            if (node := self.registry.node_of(identity)) is not None:
+                self._kv_events.take(node, message)
         elif isinstance(message, AdapterReply):
             node = self.registry.node_of(identity)
             is_news = node is not None and not self.adapters.take_reply(node.node_id, message)
@@ -222,6 +230,7 @@ class RouterCore:
             return False
         logger.info("node %s drains: %d requests in flight", node_id, len(node.in_flight))
         self.registry.start_drain(node_id, self._clock.now_s() + self._options.drain_timeout_s)
+        self._kv_events.stop(node_id)
         self._send(node, Drain())
         self._handle_lost()
         return True
@@ -269,6 +278,8 @@ class RouterCore:
         self._fail_over(lost, outcome.lost_request_ids, now_s)
         if self.registry.nodes[message.node_id].drain_deadline_s is not None:
             self._send(self.registry.nodes[message.node_id], Drain())  # the first one may have been lost
+        elif self._options.wants_kv_events:
+            self._kv_events.start(self.registry.nodes[message.node_id])
         self._node_became_available(now_s)
 
     def _handle_heartbeat(self, identity: bytes, message: Heartbeat, now_s: float) -> None:
@@ -282,6 +293,8 @@ class RouterCore:
                 self._send_outside(identity, RegisterAgain())  # which is then refused, with the reason
             return
         self._send(self.registry.nodes[message.node_id], Ping())
+        if message.is_draining:
+            self._kv_events.stop(message.node_id)
         if outcome is HeartbeatOutcome.STALLED:
             logger.warning("node %s is stalled: its last step ended %.1f s ago", message.node_id, message.load.step_age_s)
             in_flight = tuple(self.registry.nodes[message.node_id].in_flight)
@@ -335,6 +348,7 @@ class RouterCore:
                     for round_ in self.audits.values():
                         round_.missing.discard(node_id)
                     self.adapters.forget_node(node_id)
+                    self._kv_events.stop(node_id)
                     self._fail_over(lost, wire_ids, self._clock.now_s())
         finally:
             self._is_handling_lost = False

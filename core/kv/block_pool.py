@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+from core.kv.kv_events import KVEventLog
+
 
 class BlockPool:
     """num_blocks blocks with ids 0 .. num_blocks - 1."""
@@ -17,6 +19,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_evictions = 0
+        self.event_log: KVEventLog | None = None  # told which hashes come and go, if anybody wants to know
         self._ref_counts = [0] * num_blocks
         self._hash_by_block: list[bytes | None] = [None] * num_blocks
         self._block_by_hash: dict[bytes, int] = {}
@@ -83,6 +86,8 @@ class BlockPool:
             self._duplicates_by_hash.setdefault(block_hash, []).append(block_id)
         else:
             self._block_by_hash[block_hash] = block_id
+            if self.event_log is not None:
+                self.event_log.pool[block_hash] = True
 
     def find_longest_prefix(self, block_hashes: Sequence[bytes], max_blocks: int) -> list[int]:
         """Blocks holding the leading hashes, up to the first one missing or max_blocks. Takes no references."""
@@ -103,6 +108,10 @@ class BlockPool:
         """The hash that a block is findable by, if any."""
         return self._hash_by_block[block_id]
 
+    def cached_hashes(self) -> Iterable[bytes]:
+        """All hashes that blocks are findable by, each once, oldest first."""
+        return self._block_by_hash.keys()
+
     def num_references(self) -> int:
         """Sum of all references; for audits."""
         return sum(self._ref_counts)
@@ -116,6 +125,8 @@ class BlockPool:
         self._hash_by_block = [None] * self.num_blocks
         self._block_by_hash.clear()
         self._duplicates_by_hash.clear()
+        if self.event_log is not None:
+            self.event_log.start_over()
         return True
 
     def _forget_hash(self, block_id: int) -> None:
@@ -125,6 +136,8 @@ class BlockPool:
         duplicates = self._duplicates_by_hash.get(block_hash)
         if duplicates is None:
             del self._block_by_hash[block_hash]
+            if self.event_log is not None:
+                self.event_log.pool[block_hash] = False
             return
         if self._block_by_hash[block_hash] == block_id:
             self._block_by_hash[block_hash] = duplicates.pop()

@@ -21,6 +21,7 @@ from core.kv.connector import (
     TransferOutcome,
     TransferResult,
 )
+from core.kv.kv_events import KVEventLog
 from core.kv.load_cost import LoadOrRecompute
 from core.kv.pin_budget import PinBudget
 from core.stats import EngineStats
@@ -90,6 +91,7 @@ class TransferLedger:
         self._next_transfer_id = 1
         self._is_closed = False
         self.cost = LoadOrRecompute()
+        self.event_log: KVEventLog | None = None  # told what the store turned out to hold, if anybody wants to know
 
     # -- questions -----------------------------------------------------------------------------------------------------
     @property
@@ -332,11 +334,20 @@ class TransferLedger:
         now_s = self._clock.now_s()
         self._record_outcome(transfer, num_ok, result.outcome, now_s)
         self._end_saving(entry)
+        self._note_store(transfer, num_ok, result.outcome)
         if transfer.direction is TransferDirection.LOAD:
             self._end_loading(transfer)
             self._observe_load(entry, result)
             self._hash_loaded(transfer, result)
         return EndedTransfer(transfer, num_ok, result.outcome)
+
+    def _note_store(self, transfer: Transfer, num_ok: int, outcome: TransferOutcome) -> None:
+        """What moved is in the store; the first block that a load missed is not, and of those behind it nothing is known."""
+        if self.event_log is None:
+            return
+        self.event_log.note_store(transfer.block_hashes[:num_ok], is_stored=True)
+        if transfer.direction is TransferDirection.LOAD and outcome is TransferOutcome.MISS:
+            self.event_log.note_store(transfer.block_hashes[num_ok : num_ok + 1], is_stored=False)
 
     def _observe_load(self, entry: _Entry, result: TransferResult) -> None:
         """Learn what loading costs, also from a load that took longer than it was worth: a store that answers late is slow."""

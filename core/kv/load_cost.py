@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 _LOAD_DECAY = 0.9  # weight of the past at each observation: about the last ten loads count
 _RECOMPUTE_DECAY = 0.95  # steps are many, and what they cost hardly changes
+_DECODE_DECAY = 0.95
 _SMALL_LOAD_BYTES = 1 << 20  # below, a load is mostly latency
 _SMALL_STEP_TOKENS = 64  # below, a step is mostly overhead
 _SAME = 1.0 + 1e-9  # errors of fits that differ by rounding
@@ -45,9 +47,13 @@ class LinearCost:
         """Seconds for this; None before the first observation."""
         if not any(self._moments):
             return None
+        return sum(term * rate for term, rate in zip(terms, self.rates(), strict=True))
+
+    def rates(self) -> list[float]:
+        """What each term costs, in the terms' order; all 0 before the first observation."""
         if self._rates is None:
             self._rates = self._solve()
-        return sum(term * rate for term, rate in zip(terms, self._rates, strict=True))
+        return self._rates
 
     def _solve(self) -> list[float]:
         """The best rates: every choice of terms is tried whose rates come out at 0 or above, simple ones first."""
@@ -86,6 +92,18 @@ def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float] 
     return right
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """What computing and loading cost here, learned so far; 0 where nothing was measured. attended: see observe_prefill."""
+
+    prefill_overhead_s: float
+    prefill_s_per_token: float
+    prefill_s_per_attended: float
+    load_latency_s: float
+    load_s_per_byte: float
+    decode_step_s: float
+
+
 class LoadOrRecompute:
     """Chooses, for tokens that a store can supply, between loading and computing."""
 
@@ -93,6 +111,7 @@ class LoadOrRecompute:
         self._load = LinearCost(2, _LOAD_DECAY)  # latency first: errs towards trying larger loads, and so towards learning
         self._recompute = LinearCost(3, _RECOMPUTE_DECAY)
         self._num_declined = 0
+        self._decode_step_s = 0.0
 
     def observe_load(self, num_bytes: int, seconds: float) -> None:
         """A load took `seconds`. num_bytes: its own, and those that were queued ahead of it."""
@@ -102,6 +121,17 @@ class LoadOrRecompute:
         """A step that computed num_tokens tokens, mostly of prompts, took `seconds`. num_attended: the sum of their positions."""
         terms = (float(num_tokens), 1.0, num_attended)
         self._recompute.observe(terms, seconds, 1.0 / (num_tokens + _SMALL_STEP_TOKENS) ** 2)
+
+    def observe_decode(self, seconds: float) -> None:
+        """A step that only decoded took `seconds`."""
+        past = self._decode_step_s or seconds
+        self._decode_step_s = _DECODE_DECAY * past + (1.0 - _DECODE_DECAY) * seconds
+
+    def measured(self) -> MeasuredCosts:
+        """What was learned so far."""
+        per_token_s, overhead_s, per_attended_s = self._recompute.rates()
+        latency_s, per_byte_s = self._load.rates()
+        return MeasuredCosts(overhead_s, per_token_s, per_attended_s, latency_s, per_byte_s, self._decode_step_s)
 
     def predict_recompute_s(self, num_tokens: int, first_position: int) -> float | None:
         """What these tokens add to a step, or to several; None before the first observation."""

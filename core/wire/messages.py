@@ -32,6 +32,13 @@ RegistrationIndex = Annotated[int, Meta(ge=0, lt=2**32)]  # of a frame's header
 Seconds = Annotated[float, Meta(ge=0)]  # NaN is not at least 0
 Address = Annotated[str, Meta(max_length=255, pattern=r"^[!-~]*\Z")]  # HOST:PORT, or ""
 BlockHashes = Annotated[tuple[Annotated[bytes, Meta(min_length=16, max_length=16)], ...], Meta(max_length=2**17)]
+MAX_EVENT_HASHES = 2**16  # in a message of KV events, of all its events together
+MAX_EVENTS = 1024
+EventHashes = Annotated[tuple[Annotated[bytes, Meta(min_length=16, max_length=16)], ...], Meta(max_length=MAX_EVENT_HASHES)]
+Medium = Annotated[str, Meta(max_length=128, pattern=r"^[!-~]*\Z")]
+MAX_COST_MS = 1e9
+Milliseconds = Annotated[float, Meta(ge=0, le=MAX_COST_MS)]
+Sequence = Annotated[int, Meta(ge=0, le=2**62)]
 LEADING_BLOCKS = "leading_blocks"  # a count in AuditReply
 TokenIds = tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...]
 
@@ -59,6 +66,21 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_tokens: Count = 0
     kv_usage: Annotated[float, Meta(ge=0, le=1)] = 0.0
     step_age_s: Seconds = 0.0  # since the step thread last finished a step or looked for work: large means it is stuck
+
+
+class NodeCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a node measured of itself while it worked; 0 where nothing is known yet.
+
+    A prefill of n tokens, their positions' sum being a: overhead + n * per_token + a * per_attended. A load of n blocks:
+    latency + n * per_block. decode_step_ms: of steps that only decode, lately.
+    """
+
+    prefill_overhead_ms: Milliseconds = 0.0
+    prefill_ms_per_token: Milliseconds = 0.0
+    prefill_ms_per_attended: Milliseconds = 0.0
+    load_latency_ms: Milliseconds = 0.0
+    load_ms_per_block: Milliseconds = 0.0
+    decode_step_ms: Milliseconds = 0.0
 
 
 # -- node to router ----------------------------------------------------------------------------------------------------
@@ -91,6 +113,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True, kw_only=True):
     load: NodeLoad
     stats: EngineStats
     is_draining: bool = False
+    costs: NodeCosts = NodeCosts()
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -117,6 +140,38 @@ class Updates(msgspec.Struct, tag="updates", frozen=True):
     """All news of one engine step."""
 
     updates: tuple[RequestUpdate, ...]
+
+
+class BlockStored(msgspec.Struct, tag="stored", frozen=True):
+    """These blocks are there from now on. medium: "" for the node's own pool, else the name of its connector."""
+
+    block_hashes: EventHashes
+    medium: Medium = ""
+
+
+class BlockRemoved(msgspec.Struct, tag="removed", frozen=True):
+    """These blocks are no longer there; some may never have been told of."""
+
+    block_hashes: EventHashes
+    medium: Medium = ""
+
+
+class PoolCleared(msgspec.Struct, tag="cleared", frozen=True):
+    """The node's own pool holds nothing but what is told from here on."""
+
+
+KVEvent = BlockStored | BlockRemoved | PoolCleared
+
+
+class KVEvents(msgspec.Struct, tag="kv_events", frozen=True):
+    """What changed in a node's cache, ahead of the news of the step that changed it; only after a KVSnapshotRequest.
+
+    first_sequence: of events[0]; the others follow. The count goes on for the life of the node's process. A message that begins
+    with PoolCleared begins anew: it is valid whatever was before.
+    """
+
+    first_sequence: Sequence
+    events: Annotated[tuple[KVEvent, ...], Meta(max_length=MAX_EVENTS)]
 
 
 class AuditReply(msgspec.Struct, tag="audit_reply", frozen=True, kw_only=True):
@@ -190,6 +245,11 @@ class AuditRequest(msgspec.Struct, tag="audit_request", frozen=True):
     block_hashes: BlockHashes = ()
 
 
+class KVSnapshotRequest(msgspec.Struct, tag="kv_snapshot_request", frozen=True):
+    """Tell what your cache holds, and every change from then on, with KVEvents. Sent after a registration, and when some were
+    lost. Another registration ends it."""
+
+
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True, kw_only=True):
     """Requests may name this LoRA adapter from now on: bring it into memory, and answer with an AdapterReply.
 
@@ -217,8 +277,19 @@ class Ping(msgspec.Struct, tag="ping", frozen=True):
     the node by its number whether something before it was lost."""
 
 
-NodeMessage = Register | Heartbeat | Updates | AuditReply | AdapterReply
-RouterMessage = RegisterReply | RegisterAgain | Generate | Abort | AuditRequest | LoadAdapter | UnloadAdapter | Drain | Ping
+NodeMessage = Register | Heartbeat | Updates | AuditReply | AdapterReply | KVEvents
+RouterMessage = (
+    RegisterReply
+    | RegisterAgain
+    | Generate
+    | Abort
+    | AuditRequest
+    | LoadAdapter
+    | UnloadAdapter
+    | Drain
+    | Ping
+    | KVSnapshotRequest
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _node_decoder = msgspec.msgpack.Decoder(NodeMessage)

@@ -103,6 +103,7 @@ class SimCluster:
             max_attempts=rng.choice((3, 6)),
             drain_timeout_s=rng.choice((0.2, 3.0)),
             policy=rng.choice(("least_loaded", "round_robin")),
+            kv_events="on" if seed // 2 % 2 else "off",  # beside the steps' overlap, which follows seed % 2
         )
         self.network = Network()
         self._links: dict[bytes, Link] = {}
@@ -187,12 +188,28 @@ class SimCluster:
             gate = node.core.engine.adapters
             assert not gate.num_parked and not gate.has_news, f"{node.name} still waits for adapters"
         assert self.router.adapters.known() == list(self._adapters.values()), f"adapters: {self.router.adapters.known()}"
+        self._check_index()
         for state in self.router.registry.nodes.values():
             assert not state.in_flight, f"the router counts {state.in_flight} against {state.node_id}"
         # A prefill that was given up for its slowness does not count when its node dies a moment later.
         num_uncounted = self.router_options.prefill_timeout_s < MIN_QUIET_PREFILL_TIMEOUT_S
         num_allowed = (self.router_options.max_node_deaths + num_uncounted) * len(self._poison) * self._num_routers
         assert self._num_poisonings <= num_allowed, f"{self._num_poisonings} nodes died of {len(self._poison)} requests"
+
+    def _check_index(self) -> None:
+        """The router believes of every living node's cache exactly what is in it, and nothing of others."""
+        assert self.router is not None
+        index = self.router.index
+        pools = {name: set(node.core.engine.cached_hashes()) for name, node in self.nodes.items() if node.is_alive}
+        if not self.router_options.wants_kv_events:
+            pools = {name: set() for name in pools}
+        for name, hashes in pools.items():
+            num_known = index.num_blocks(name)
+            assert num_known == len(hashes), f"{name} holds {len(hashes)} blocks, and the router believes {num_known}"
+        for block_hash in set().union(*pools.values()):
+            holders = {name for name, hashes in pools.items() if block_hash in hashes}
+            known = set(index.match([block_hash]))
+            assert known == holders, f"block {block_hash.hex()} is at {holders}, and the router believes at {known}"
 
     # -- router --------------------------------------------------------------------------------------------------------
     def start_router(self) -> None:

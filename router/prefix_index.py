@@ -1,0 +1,195 @@
+"""Which node holds which KV blocks, as far as nodes' events tell: answers how many leading blocks of a prompt each node has.
+
+A dict from block hash to a bit mask of nodes, so that one walk along a prompt's hashes answers for all nodes at once. Plain
+state without clocks and sockets, used from the router's event loop alone; RouterCore feeds it, Placer asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_BLOCKS_PER_NODE = 1_000_000  # what a node reports beyond is not believed: a lying node does not fill our memory
+EXPECTED_FOR_S = 5.0  # blocks that a dispatched request will bring are expected for this long, at most for twice as long
+_SWEPT_PER_CALL = 2048  # entries of dropped nodes that one change takes out: about a millisecond
+
+
+class PrefixIndex:
+    """Blocks by node (medium "") and by store (medium: its connector's name).
+
+    No holes are believed: an answer counts leading blocks that are there without a gap. A dropped node's bit is retired at once,
+    and its entries are swept out little by little by the changes that follow, since there may be a million of them.
+    """
+
+    def __init__(self, max_blocks_per_node: int = MAX_BLOCKS_PER_NODE) -> None:
+        self._max_blocks_per_node = max_blocks_per_node
+        self._masks: dict[bytes, int] = {}
+        self._stored_masks: dict[str, dict[bytes, int]] = {}  # by medium; bits of the nodes that said so
+        self._expected_masks: dict[bytes, int] = {}  # of the running period
+        self._last_expected_masks: dict[bytes, int] = {}  # of the period before
+        self._period_end_s = 0.0
+        self._bits: dict[str, int] = {}
+        self._node_ids: dict[int, str] = {}  # by the bit's number plus one: what int.bit_length says of it
+        self._num_blocks: dict[int, int] = {}  # by bit, over all media
+        self._live_mask = 0
+        self._retired_mask = 0
+        self._swept_mask = 0  # the retired bits that the running sweep takes out
+        self._to_sweep: list[tuple[dict[bytes, int], list[bytes]]] = []
+
+    # -- changes -------------------------------------------------------------------------------------------------------
+    def store(self, node_id: str, block_hashes: Sequence[bytes], medium: str = "") -> None:
+        """The node has these blocks, or the store `medium` has them. What exceeds the bound per node is left out."""
+        bit = self._bit_of(node_id)
+        masks = self._stored_masks.setdefault(medium, {}) if medium else self._masks
+        room = self._max_blocks_per_node - self._num_blocks[bit]
+        for block_hash in block_hashes:
+            mask = masks.get(block_hash, 0)
+            if mask & bit:
+                continue
+            if room <= 0:
+                break
+            room -= 1
+            masks[block_hash] = mask | bit if mask else bit  # nodes' bits are shared objects: most masks are just one
+        self._num_blocks[bit] = self._max_blocks_per_node - room
+        self._sweep()
+
+    def remove(self, node_id: str, block_hashes: Sequence[bytes], medium: str = "") -> None:
+        """The node, or the store `medium`, has these blocks no more; unknown ones are ignored.
+
+        What one node says of a store's loss holds for all: to believe too little costs a recomputation that would come anyway.
+        """
+        if medium:
+            stored = self._stored_masks.get(medium, {})
+            for block_hash in block_hashes:
+                self._uncount(stored.pop(block_hash, 0))
+        elif node_id in self._bits:
+            bit = self._bits[node_id]
+            for block_hash in block_hashes:
+                mask = self._masks.get(block_hash, 0)
+                if mask & bit:
+                    self._num_blocks[bit] -= 1
+                    if mask == bit:
+                        del self._masks[block_hash]
+                    else:
+                        self._masks[block_hash] = mask ^ bit
+        self._sweep()
+
+    def drop_node(self, node_id: str) -> None:
+        """Nothing is known of this node any more, nor of what stores hold by its word, nor is anything expected of it."""
+        bit = self._bits.pop(node_id, 0)
+        if not bit:
+            return
+        del self._node_ids[bit.bit_length()]
+        del self._num_blocks[bit]
+        self._live_mask ^= bit
+        self._retired_mask |= bit
+        self._sweep()
+
+    def expect(self, node_id: str, block_hashes: Sequence[bytes], now_s: float) -> None:
+        """A request with these blocks was sent to the node: it will have them soon, or loses them unseen after a while."""
+        self.expire(now_s)
+        bit = self._bit_of(node_id)
+        masks = self._expected_masks
+        for block_hash in block_hashes:
+            masks[block_hash] = masks.get(block_hash, 0) | bit
+
+    def expire(self, now_s: float) -> None:
+        """Forget expectations whose time is over."""
+        if now_s < self._period_end_s:
+            return
+        is_long_ago = now_s >= self._period_end_s + EXPECTED_FOR_S
+        self._last_expected_masks = {} if is_long_ago else self._expected_masks
+        self._expected_masks = {}
+        self._period_end_s = now_s + EXPECTED_FOR_S
+
+    # -- queries -------------------------------------------------------------------------------------------------------
+    def match(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
+        """Leading blocks by node_id in the nodes' own pools, there or expected; nodes without the first block are left out."""
+        of_nodes, expected, last_expected = self._masks.get, self._expected_masks.get, self._last_expected_masks.get
+        is_expecting = bool(self._expected_masks or self._last_expected_masks)
+        num_leading: dict[str, int] = {}
+        remaining = self._live_mask
+        for place, block_hash in enumerate(block_hashes):
+            mask = of_nodes(block_hash, 0) & remaining
+            if mask == remaining:
+                continue
+            if is_expecting:
+                mask |= (expected(block_hash, 0) | last_expected(block_hash, 0)) & remaining
+            if mask != remaining:
+                if place:
+                    self._set(num_leading, remaining ^ mask, place)
+                if not mask:
+                    return num_leading
+                remaining = mask
+        if block_hashes:
+            self._set(num_leading, remaining, len(block_hashes))
+        return num_leading
+
+    def match_stored(self, block_hashes: Sequence[bytes]) -> int:
+        """Leading blocks that stores hold, whichever of them holds which, by the word of nodes that still live."""
+        live = self._live_mask
+        stores = [masks.get for masks in self._stored_masks.values() if masks]
+        for place, block_hash in enumerate(block_hashes):
+            if not any(get(block_hash, 0) & live for get in stores):
+                return place
+        return len(block_hashes) if stores else 0
+
+    def num_blocks(self, node_id: str) -> int:
+        """Blocks that this node has reported and not taken back, its own and those of stores."""
+        bit = self._bits.get(node_id, 0)
+        return self._num_blocks[bit] if bit else 0
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+    def _bit_of(self, node_id: str) -> int:
+        bit = self._bits.get(node_id)
+        if bit is None:
+            taken = self._live_mask | self._retired_mask
+            bit = ~taken & (taken + 1)  # the lowest that is free
+            self._bits[node_id] = bit
+            self._node_ids[bit.bit_length()] = node_id
+            self._num_blocks[bit] = 0
+            self._live_mask |= bit
+        return bit
+
+    def _set(self, num_leading: dict[str, int], mask: int, count: int) -> None:
+        while mask:
+            lowest = mask & -mask
+            num_leading[self._node_ids[lowest.bit_length()]] = count
+            mask ^= lowest
+
+    def _uncount(self, mask: int) -> None:
+        mask &= self._live_mask
+        while mask:
+            lowest = mask & -mask
+            self._num_blocks[lowest] -= 1
+            mask ^= lowest
+
+    def _sweep(self) -> None:
+        """Take some entries of retired bits out. A bit is free again when a sweep that began after its retirement has ended."""
+        if not self._retired_mask:
+            return
+        if not self._swept_mask:
+            self._swept_mask = self._retired_mask
+            maps = [
+                *(self._masks, self._expected_masks, self._last_expected_masks),
+                *self._stored_masks.values(),
+            ]
+            self._to_sweep = [(masks, list(masks)) for masks in maps if masks]
+        kept = ~self._swept_mask
+        budget = _SWEPT_PER_CALL
+        while self._to_sweep and budget > 0:
+            masks, block_hashes = self._to_sweep[-1]
+            for block_hash in block_hashes[-budget:]:
+                mask = masks.get(block_hash, 0)
+                if mask & self._swept_mask:
+                    if mask & kept:
+                        masks[block_hash] = mask & kept
+                    else:
+                        del masks[block_hash]
+            swept = min(budget, len(block_hashes))
+            budget -= swept
+            del block_hashes[len(block_hashes) - swept :]
+            if not block_hashes:
+                self._to_sweep.pop()
+        if not self._to_sweep:
+            self._retired_mask ^= self._swept_mask
+            self._swept_mask = 0
