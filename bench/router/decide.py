@@ -40,9 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Percentiles in µs, of decisions over all prompts and over the shortest and longest tenth, and of hashing."""
     rng = random.Random(arguments.seed)
-    costs = CostModel()
-    nodes = [VirtualNode(f"decode-{place:03}", "decode", 1, MAX_NUM_SEQS, costs) for place in range(arguments.nodes)]
-    router = VirtualRouter(arguments.policy, nodes, costs, arguments.block_size)
+    nodes = [VirtualNode(f"decode-{place:03}", "decode", 1, MAX_NUM_SEQS, CostModel()) for place in range(arguments.nodes)]
+    router = VirtualRouter(arguments.policy, nodes, arguments.block_size)
     sequences, num_indexed = fill_index(router, nodes, arguments.blocks, rng)
     timings: list[tuple[int, float, float]] = []
     for number in range(arguments.decisions):
@@ -84,7 +83,7 @@ def fill_index(
         sequences.append(sequence)
         for place in rng.sample(range(len(nodes)), 2 if len(nodes) > 1 and rng.random() < SECOND_HOME_SHARE else 1):
             added = [name for name in sequence if name not in held[place]][: num_blocks - num_known]
-            router.take_events(nodes[place].node_id, added, ())
+            router.index.store(nodes[place].node_id, added)
             held[place].update(added)
             num_known += len(added)
     return sequences, num_known

@@ -63,7 +63,7 @@ class VirtualCluster:
     def __init__(self, shape: ClusterShape, policy: str, costs: CostModel) -> None:
         self._costs = costs
         self._nodes = {node.node_id: node for node in shape.make_nodes(costs)}
-        self._router = VirtualRouter(policy, list(self._nodes.values()), costs)
+        self._router = VirtualRouter(policy, self.nodes)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self._due: dict[str, float] = {}  # when each node's next event is in the heap
@@ -174,9 +174,9 @@ class VirtualCluster:
             self._at(reaches_s, lambda job=job: self._take_first_token(job))  # type: ignore[misc]
         for job in news.finished:
             self._at(reaches_s, lambda job=job: self._take_end(job))  # type: ignore[misc]
-        if news.stored or news.removed:
+        if (changes := news.changes) is not None:
             told_s = self.now_s + self._costs.event_delay_ms / 1000
-            self._at(told_s, lambda: self._router.take_events(node.node_id, news.stored, news.removed))
+            self._at(told_s, lambda: self._router.take_events(node.node_id, changes))
 
     def _at(self, when_s: float, action: Callable[[], None]) -> None:
         self._num_events += 1

@@ -18,9 +18,12 @@ from bench.router.trace import BLOCK_TOKENS
 from bench.router.virtual_store import VirtualStore
 from core.blocks_in_progress import BlocksInProgress
 from core.kv.block_pool import BlockPool
+from core.kv.kv_events import KVChanges, KVEventLog
 from core.kv_cache_manager import KVCacheManager
 from core.request import Request, RequestStage
-from core.wire.messages import NodeLoad
+from core.wire.messages import NodeCosts, NodeLoad
+
+STORE_MEDIUM = "store"  # what the shared store is called in events
 
 
 @dataclass(slots=True, eq=False)
@@ -49,39 +52,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class NodeNews:
-    """What a node tells the router at one moment: requests with a first token, requests that ended, changes of its pool."""
+    """What a node tells the router at one moment: requests with a first token, requests that ended, changes of its cache."""
 
     first_tokens: list[Job]
     finished: list[Job]
-    stored: list[bytes]
-    removed: list[bytes]
-
-
-class WatchedPool(BlockPool):
-    """A block pool that notes which contents became findable, or ceased to be."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self.changes: dict[bytes, bool] = {}  # the last change of each since they were taken: True when it is there
-
-    def set_hash(self, block_id: int, block_hash: bytes) -> None:
-        """As the pool's."""
-        super().set_hash(block_id, block_hash)
-        self.changes[block_hash] = True
-
-    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Contents stored, in the order of their prefixes, and removed, since the last call."""
-        stored = [name for name, is_there in self.changes.items() if is_there]
-        removed = [name for name, is_there in self.changes.items() if not is_there]
-        self.changes.clear()
-        return stored, removed
-
-    def _forget_hash(self, block_id: int) -> None:
-        block_hash = self.block_hash(block_id)
-        super()._forget_hash(block_id)
-        if block_hash is not None and not self.find_longest_prefix((block_hash,), 1):
-            self.changes.pop(block_hash, None)
-            self.changes[block_hash] = False
+    changes: KVChanges | None
 
 
 @dataclass(slots=True)
@@ -107,7 +82,9 @@ class VirtualNode:
         self.node_id = node_id
         self.role = role
         self.max_num_seqs = max_num_seqs
-        self.pool = WatchedPool(num_blocks)
+        self.pool = BlockPool(num_blocks)
+        self._event_log = KVEventLog(self.pool.cached_hashes, num_blocks, STORE_MEDIUM)
+        self.pool.event_log = self._event_log
         self.manager = KVCacheManager(self.pool, BLOCK_TOKENS)
         self._costs = costs
         self._store = store
@@ -141,10 +118,21 @@ class VirtualNode:
             self._end_step(self._step, first_tokens, finished)
         if self._step is None:
             self._begin_step(now_s)
-        stored, removed = self.pool.take_changes()
-        return NodeNews(first_tokens, finished, stored, removed)
+        return NodeNews(first_tokens, finished, self._event_log.take())
 
     # -- queries -------------------------------------------------------------------------------------------------------
+    def measured_costs(self) -> NodeCosts:
+        """As a heartbeat tells them: a real node's measurements come to the same."""
+        costs = self._costs
+        return NodeCosts(
+            prefill_overhead_ms=costs.step_overhead_ms,
+            prefill_ms_per_token=costs.ms_per_token,
+            prefill_ms_per_attended=costs.ms_per_attended,
+            load_latency_ms=costs.transfer_latency_ms,
+            load_ms_per_block=costs.link_ms_per_block if self._store is None else costs.store_ms_per_block,
+            decode_step_ms=self.last_decode_step_ms,
+        )
+
     @property
     def next_event_s(self) -> float | None:
         """When on_time is due."""
@@ -226,7 +214,10 @@ class VirtualNode:
 
     def _save(self, job: Job) -> None:
         if self._store is not None:
-            self._store.use(reversed(job.request.block_hashes[: job.request.num_committed_blocks]))  # a prefix outlives its tail
+            block_hashes = job.request.block_hashes[: job.request.num_committed_blocks]
+            evicted = self._store.use(reversed(block_hashes))  # a prefix outlives its tail
+            self._event_log.note_store(evicted, is_stored=False)
+            self._event_log.note_store(block_hashes, is_stored=True)
 
     # -- admission and loads -------------------------------------------------------------------------------------------
     def _admit(self, now_s: float) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.router.cost_model import CostModel
 from bench.router.trace import BLOCK_TOKENS
 from bench.router.virtual_node import VirtualNode
 from core.config import RouterOptions
+from core.kv.kv_events import KVChanges
 from core.stats import EngineStats
 from core.wire.messages import Heartbeat, ModelInfo, Register
 from router.policy import Placer
+from router.prefix_index import PrefixIndex
 from router.registry import NodeRegistry
 
 _STATS = EngineStats()
@@ -19,7 +20,7 @@ _STATS = EngineStats()
 class VirtualRouter:
     """Places requests. Nodes are known by their node_id, which is their socket's identity too."""
 
-    def __init__(self, policy: str, nodes: Sequence[VirtualNode], costs: CostModel, block_size: int = BLOCK_TOKENS) -> None:
+    def __init__(self, policy: str, nodes: Sequence[VirtualNode], block_size: int = BLOCK_TOKENS) -> None:
         """Raises ConfigError for an unknown policy."""
         model = ModelInfo(
             model_name="simulated",
@@ -31,7 +32,7 @@ class VirtualRouter:
             dtype="bfloat16",
         )
         options = RouterOptions(policy=policy)
-        self._costs = costs
+        self.index = PrefixIndex()
         self.registry = NodeRegistry(options.heartbeat_timeout_s, options.step_stall_timeout_s)
         self.placer = Placer(options, self.registry)
         for node in nodes:
@@ -57,8 +58,13 @@ class VirtualRouter:
 
     def heartbeat(self, node: VirtualNode, now_s: float) -> None:
         """A node tells of its load."""
-        message = Heartbeat(node_id=node.node_id, generation=1, load=node.load(), stats=_STATS)
+        message = Heartbeat(node_id=node.node_id, generation=1, load=node.load(), stats=_STATS, costs=node.measured_costs())
         self.registry.heartbeat(message, node.node_id.encode(), now_s)
 
-    def take_events(self, node_id: str, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Blocks that a node's pool has now, and has no longer."""
+    def take_events(self, node_id: str, changes: KVChanges) -> None:
+        """What changed in a node's pool, and in the store as far as the node had to do with it."""
+        if changes.starts_over:
+            self.index.drop_node(node_id)
+        for change in changes.changes:
+            apply = self.index.store if change.is_stored else self.index.remove
+            apply(node_id, change.block_hashes, change.medium)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from core.kv.block_pool import BlockPool
+from core.kv.kv_events import KVEventLog
 
 
 class VirtualStore:
@@ -12,13 +13,19 @@ class VirtualStore:
 
     def __init__(self, num_blocks: int) -> None:
         self._pool = BlockPool(num_blocks)
+        self._log = KVEventLog(self._pool.cached_hashes, num_blocks, "")
+        self._pool.event_log = self._log
 
     def num_leading(self, block_names: Sequence[bytes]) -> int:
         """How many of the first blocks are there."""
         return len(self._pool.find_longest_prefix(block_names, len(block_names)))
 
-    def use(self, block_names: Iterable[bytes]) -> None:
-        """Use blocks in this order, each after storing it if it is missing: what was used longest ago is evicted for it."""
+    def use(self, block_names: Iterable[bytes]) -> list[bytes]:
+        """Use blocks in this order, each after storing it if it is missing: what was used longest ago is evicted for it.
+
+        Returns what was evicted.
+        """
+        self._log.pool.clear()
         for name in block_names:
             block_ids = self._pool.find_longest_prefix((name,), 1)
             if block_ids:
@@ -29,3 +36,4 @@ class VirtualStore:
                 block_ids = allocated
                 self._pool.set_hash(block_ids[0], name)
             self._pool.release_references(block_ids)
+        return [name for name, is_there in self._log.pool.items() if not is_there]

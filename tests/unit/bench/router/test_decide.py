@@ -28,7 +28,7 @@ def test_main_decide_prints_one_json_line(monkeypatch: pytest.MonkeyPatch, capsy
 def test_make_prompt_begins_as_something_in_the_index() -> None:
     rng = random.Random(3)
     nodes = [VirtualNode(f"n{place}", "decode", 1, 8, CostModel()) for place in range(4)]
-    sequences, num_known = fill_index(VirtualRouter("round_robin", nodes, CostModel()), nodes, 3000, rng)
+    sequences, num_known = fill_index(VirtualRouter("round_robin", nodes), nodes, 3000, rng)
     assert num_known == 3000
     prompts = [make_prompt(sequences, 100, rng) for _ in range(50)]
     assert all(len(prompt) == 100 for prompt in prompts)
