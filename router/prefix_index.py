@@ -9,27 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_BLOCKS_PER_NODE = 1_000_000  # what a node reports beyond is not believed: a lying node does not fill our memory
+MAX_BLOCKS_PER_STORE = 4_000_000  # the oldest are forgotten
 EXPECTED_FOR_S = 5.0  # blocks that a dispatched request will bring are expected for this long, at most for twice as long
 _SWEPT_PER_CALL = 2048  # entries of dropped nodes that one change takes out: about a millisecond
 
 
 class PrefixIndex:
-    """Blocks by node (medium "") and by store (medium: its connector's name).
+    """Blocks by node (medium "") and by store (medium: its connector's name), which outlives the nodes that told of it.
 
     No holes are believed: an answer counts leading blocks that are there without a gap. A dropped node's bit is retired at once,
     and its entries are swept out little by little by the changes that follow, since there may be a million of them.
     """
 
-    def __init__(self, max_blocks_per_node: int = MAX_BLOCKS_PER_NODE) -> None:
+    def __init__(self, max_blocks_per_node: int = MAX_BLOCKS_PER_NODE, max_blocks_per_store: int = MAX_BLOCKS_PER_STORE) -> None:
         self._max_blocks_per_node = max_blocks_per_node
+        self._max_blocks_per_store = max_blocks_per_store
         self._masks: dict[bytes, int] = {}
-        self._stored_masks: dict[str, dict[bytes, int]] = {}  # by medium; bits of the nodes that said so
+        self._stored: dict[str, dict[bytes, None]] = {}  # by medium, the oldest first
         self._expected_masks: dict[bytes, int] = {}  # of the running period
         self._last_expected_masks: dict[bytes, int] = {}  # of the period before
         self._period_end_s = 0.0
         self._bits: dict[str, int] = {}
         self._node_ids: dict[int, str] = {}  # by the bit's number plus one: what int.bit_length says of it
-        self._num_blocks: dict[int, int] = {}  # by bit, over all media
+        self._num_blocks: dict[int, int] = {}  # by bit
         self._live_mask = 0
         self._retired_mask = 0
         self._swept_mask = 0  # the retired bits that the running sweep takes out
@@ -38,8 +40,11 @@ class PrefixIndex:
     # -- changes -------------------------------------------------------------------------------------------------------
     def store(self, node_id: str, block_hashes: Sequence[bytes], medium: str = "") -> None:
         """The node has these blocks, or the store `medium` has them. What exceeds the bound per node is left out."""
+        if medium:
+            self._store_shared(block_hashes, self._stored.setdefault(medium, {}))
+            return
         bit = self._bit_of(node_id)
-        masks = self._stored_masks.setdefault(medium, {}) if medium else self._masks
+        masks = self._masks
         room = self._max_blocks_per_node - self._num_blocks[bit]
         for block_hash in block_hashes:
             mask = masks.get(block_hash, 0)
@@ -53,28 +58,25 @@ class PrefixIndex:
         self._sweep()
 
     def remove(self, node_id: str, block_hashes: Sequence[bytes], medium: str = "") -> None:
-        """The node, or the store `medium`, has these blocks no more; unknown ones are ignored.
-
-        What one node says of a store's loss holds for all: to believe too little costs a recomputation that would come anyway.
-        """
+        """The node, or the store `medium`, has these blocks no more; unknown ones are ignored."""
         if medium:
-            stored = self._stored_masks.get(medium, {})
+            stored = self._stored.get(medium, {})
             for block_hash in block_hashes:
-                self._uncount(stored.pop(block_hash, 0))
-        elif node_id in self._bits:
-            bit = self._bits[node_id]
-            for block_hash in block_hashes:
-                mask = self._masks.get(block_hash, 0)
-                if mask & bit:
-                    self._num_blocks[bit] -= 1
-                    if mask == bit:
-                        del self._masks[block_hash]
-                    else:
-                        self._masks[block_hash] = mask ^ bit
+                stored.pop(block_hash, None)
+            return
+        bit = self._bits.get(node_id, 0)
+        for block_hash in block_hashes:
+            mask = self._masks.get(block_hash, 0)
+            if mask & bit:
+                self._num_blocks[bit] -= 1
+                if mask == bit:
+                    del self._masks[block_hash]
+                else:
+                    self._masks[block_hash] = mask ^ bit
         self._sweep()
 
     def drop_node(self, node_id: str) -> None:
-        """Nothing is known of this node any more, nor of what stores hold by its word, nor is anything expected of it."""
+        """Nothing is known of this node's pool any more, nor expected of it."""
         bit = self._bits.pop(node_id, 0)
         if not bit:
             return
@@ -102,10 +104,13 @@ class PrefixIndex:
         self._period_end_s = now_s + EXPECTED_FOR_S
 
     # -- queries -------------------------------------------------------------------------------------------------------
-    def match(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
-        """Leading blocks by node_id in the nodes' own pools, there or expected; nodes without the first block are left out."""
+    def match(self, block_hashes: Sequence[bytes], *, is_expecting: bool = False) -> dict[str, int]:
+        """Leading blocks by node_id in the nodes' own pools; nodes without the first block are left out.
+
+        is_expecting: also what is expected there, in any mixture.
+        """
         of_nodes, expected, last_expected = self._masks.get, self._expected_masks.get, self._last_expected_masks.get
-        is_expecting = bool(self._expected_masks or self._last_expected_masks)
+        is_expecting = is_expecting and bool(self._expected_masks or self._last_expected_masks)
         num_leading: dict[str, int] = {}
         remaining = self._live_mask
         for place, block_hash in enumerate(block_hashes):
@@ -125,16 +130,15 @@ class PrefixIndex:
         return num_leading
 
     def match_stored(self, block_hashes: Sequence[bytes]) -> int:
-        """Leading blocks that stores hold, whichever of them holds which, by the word of nodes that still live."""
-        live = self._live_mask
-        stores = [masks.get for masks in self._stored_masks.values() if masks]
+        """Leading blocks that stores hold, whichever of them holds which."""
+        stores = [stored for stored in self._stored.values() if stored]
         for place, block_hash in enumerate(block_hashes):
-            if not any(get(block_hash, 0) & live for get in stores):
+            if not any(block_hash in stored for stored in stores):
                 return place
-        return len(block_hashes) if stores else 0
+        return len(block_hashes)
 
     def num_blocks(self, node_id: str) -> int:
-        """Blocks that this node has reported and not taken back, its own and those of stores."""
+        """Blocks known to be in the node's own pool."""
         bit = self._bits.get(node_id, 0)
         return self._num_blocks[bit] if bit else 0
 
@@ -156,12 +160,12 @@ class PrefixIndex:
             num_leading[self._node_ids[lowest.bit_length()]] = count
             mask ^= lowest
 
-    def _uncount(self, mask: int) -> None:
-        mask &= self._live_mask
-        while mask:
-            lowest = mask & -mask
-            self._num_blocks[lowest] -= 1
-            mask ^= lowest
+    def _store_shared(self, block_hashes: Sequence[bytes], stored: dict[bytes, None]) -> None:
+        for block_hash in block_hashes:
+            stored.pop(block_hash, None)
+            stored[block_hash] = None
+        while len(stored) > self._max_blocks_per_store:
+            del stored[next(iter(stored))]
 
     def _sweep(self) -> None:
         """Take some entries of retired bits out. A bit is free again when a sweep that began after its retirement has ended."""
@@ -169,10 +173,7 @@ class PrefixIndex:
             return
         if not self._swept_mask:
             self._swept_mask = self._retired_mask
-            maps = [
-                *(self._masks, self._expected_masks, self._last_expected_masks),
-                *self._stored_masks.values(),
-            ]
+            maps = (self._masks, self._expected_masks, self._last_expected_masks)
             self._to_sweep = [(masks, list(masks)) for masks in maps if masks]
         kept = ~self._swept_mask
         budget = _SWEPT_PER_CALL

@@ -20,29 +20,18 @@ def leading(block_hashes: list[bytes], held: set[bytes]) -> int:
 
 
 class Oracle:
-    """A set of blocks per node, and per medium what each node has said of it."""
+    """A set of blocks per node and per medium."""
 
     def __init__(self) -> None:
         self.own: dict[str, set[bytes]] = defaultdict(set)
-        self.stored: dict[tuple[str, str], set[bytes]] = defaultdict(set)
+        self.stored: dict[str, set[bytes]] = defaultdict(set)
 
-    def remove(self, node_id: str, block_hashes: list[bytes], medium: str) -> None:
-        if not medium:
-            self.own[node_id] -= set(block_hashes)
-        for (_, other_medium), held in self.stored.items():
-            if medium and other_medium == medium:
-                held -= set(block_hashes)
-
-    def drop(self, node_id: str) -> None:
-        self.own.pop(node_id, None)
-        self.stored = defaultdict(set, {key: held for key, held in self.stored.items() if key[0] != node_id})
+    def of(self, node_id: str, medium: str) -> set[bytes]:
+        return self.stored[medium] if medium else self.own[node_id]
 
     def match(self, block_hashes: list[bytes]) -> dict[str, int]:
         found = {node_id: leading(block_hashes, held) for node_id, held in self.own.items()}
         return {node_id: count for node_id, count in found.items() if count}
-
-    def num_blocks(self, node_id: str) -> int:
-        return len(self.own[node_id]) + sum(len(held) for (who, _), held in self.stored.items() if who == node_id)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -59,17 +48,17 @@ def test_prefix_index_random_history_answers_as_sets_do(seed: int, monkeypatch: 
         action = chance.choice(["store", "store", "store", "remove", "drop"])
         if action == "store":
             index.store(node_id, blocks, medium)
-            (oracle.stored[node_id, medium] if medium else oracle.own[node_id]).update(blocks)
+            oracle.of(node_id, medium).update(blocks)
         elif action == "remove":
             index.remove(node_id, blocks, medium)
-            oracle.remove(node_id, blocks, medium)
+            oracle.of(node_id, medium).difference_update(blocks)
         elif chance.random() < 0.3:
             index.drop_node(node_id)
-            oracle.drop(node_id)
+            oracle.own.pop(node_id, None)
         for asked in CHAINS:
             assert index.match(asked) == oracle.match(asked)
             assert index.match_stored(asked) == leading(asked, set().union(*oracle.stored.values()))
-        assert index.num_blocks(node_id) == oracle.num_blocks(node_id)
+        assert index.num_blocks(node_id) == len(oracle.own[node_id])
 
 
 def test_prefix_index_nothing_asked_matches_nothing() -> None:
@@ -95,11 +84,21 @@ def test_prefix_index_expected_blocks_continue_those_that_are_there_until_their_
     index.store("a", CHAINS[0][:4])
     index.expect("a", CHAINS[0][:9], now_s=100.0)
     index.expect("b", CHAINS[0][:2], now_s=101.0)
-    assert index.match(CHAINS[0]) == {"a": 9, "b": 2}
-    index.expire(100.0 + EXPECTED_FOR_S)
-    assert index.match(CHAINS[0]) == {"a": 9, "b": 2}
-    index.expire(100.0 + 2 * EXPECTED_FOR_S)
+    assert index.match(CHAINS[0], is_expecting=True) == {"a": 9, "b": 2}
     assert index.match(CHAINS[0]) == {"a": 4}
+    index.expire(100.0 + EXPECTED_FOR_S)
+    assert index.match(CHAINS[0], is_expecting=True) == {"a": 9, "b": 2}
+    index.expire(100.0 + 2 * EXPECTED_FOR_S)
+    assert index.match(CHAINS[0], is_expecting=True) == {"a": 4}
+
+
+def test_prefix_index_full_store_forgets_the_oldest() -> None:
+    index = PrefixIndex(max_blocks_per_store=12)
+    index.store("a", CHAINS[0], "disk")
+    index.store("b", CHAINS[0][:6], "disk")
+    index.store("b", CHAINS[1][:6], "disk")
+    index.drop_node("a")
+    assert [index.match_stored(chain) for chain in CHAINS[:2]] == [6, 6]
 
 
 def test_prefix_index_dropped_node_leaves_nothing_to_the_next_one_of_its_name() -> None:
@@ -108,7 +107,7 @@ def test_prefix_index_dropped_node_leaves_nothing_to_the_next_one_of_its_name() 
     index.expect("a", CHAINS[1], now_s=0.0)
     index.drop_node("a")
     index.store("a", CHAINS[2][:1])
-    assert [index.match(chain) for chain in CHAINS[:3]] == [{}, {}, {"a": 1}]
+    assert [index.match(chain, is_expecting=True) for chain in CHAINS[:3]] == [{}, {}, {"a": 1}]
 
 
 def test_prefix_index_many_restarts_leave_no_entries_and_reuse_bits() -> None:
