@@ -7,18 +7,23 @@ state without clocks and sockets, used from the router's event loop alone; Route
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 MAX_BLOCKS_PER_NODE = 1_000_000  # what a node reports beyond is not believed: a lying node does not fill our memory
 MAX_BLOCKS_PER_STORE = 4_000_000  # the oldest are forgotten
 EXPECTED_FOR_S = 5.0  # blocks that a dispatched request will bring are expected for this long, at most for twice as long
+_WALKED_BLOCKS = 128
 _SWEPT_PER_CALL = 2048  # entries of dropped nodes that one change takes out: about a millisecond
 
 
 class PrefixIndex:
     """Blocks by node (medium "") and by store (medium: its connector's name), which outlives the nodes that told of it.
 
-    No holes are believed: an answer counts leading blocks that are there without a gap. A dropped node's bit is retired at once,
-    and its entries are swept out little by little by the changes that follow, since there may be a million of them.
+    No holes are believed: an answer counts leading blocks that are there without a gap. Of a very long prompt only the first
+    _WALKED_BLOCKS are looked up one by one; behind them it is searched for the place where each node's blocks end, since pools
+    give up a prompt's blocks from its tail (a hole there would cost a prediction, never an answer).
+    A dropped node's bit is retired at once, and its entries are swept out little by little by the changes that follow, since
+    there may be a million of them.
     """
 
     def __init__(self, max_blocks_per_node: int = MAX_BLOCKS_PER_NODE, max_blocks_per_store: int = MAX_BLOCKS_PER_STORE) -> None:
@@ -113,7 +118,7 @@ class PrefixIndex:
         is_expecting = is_expecting and bool(self._expected_masks or self._last_expected_masks)
         num_leading: dict[str, int] = {}
         remaining = self._live_mask
-        for place, block_hash in enumerate(block_hashes):
+        for place, block_hash in enumerate(islice(block_hashes, _WALKED_BLOCKS)):
             mask = of_nodes(block_hash, 0) & remaining
             if mask == remaining:
                 continue
@@ -125,7 +130,9 @@ class PrefixIndex:
                 if not mask:
                     return num_leading
                 remaining = mask
-        if block_hashes:
+        if len(block_hashes) > _WALKED_BLOCKS:
+            self._search(num_leading, remaining, block_hashes, is_expecting)
+        elif block_hashes:
             self._set(num_leading, remaining, len(block_hashes))
         return num_leading
 
@@ -153,6 +160,33 @@ class PrefixIndex:
             self._num_blocks[bit] = 0
             self._live_mask |= bit
         return bit
+
+    def _search(self, num_leading: dict[str, int], remaining: int, block_hashes: Sequence[bytes], is_expecting: bool) -> None:
+        """The rest of a long prompt, of which `remaining` have the first _WALKED_BLOCKS: in growing steps, then by halves."""
+
+        def mask_at(place: int) -> int:
+            block_hash = block_hashes[place]
+            mask = self._masks.get(block_hash, 0)
+            if is_expecting:
+                mask |= self._expected_masks.get(block_hash, 0) | self._last_expected_masks.get(block_hash, 0)
+            return mask & remaining
+
+        had, step, last = _WALKED_BLOCKS - 1, 1, len(block_hashes) - 1  # all of `remaining` have block `had`
+        while remaining and had < last:
+            missed = min(had + step, last)
+            if mask_at(missed) == remaining:
+                had, step = missed, step * 2
+                continue
+            while missed - had > 1:
+                middle = (had + missed) // 2
+                if mask_at(middle) == remaining:
+                    had = middle
+                else:
+                    missed = middle
+            left = mask_at(missed)
+            self._set(num_leading, remaining ^ left, missed)
+            remaining, had, step = left, missed, 1
+        self._set(num_leading, remaining, len(block_hashes))
 
     def _set(self, num_leading: dict[str, int], mask: int, count: int) -> None:
         while mask:

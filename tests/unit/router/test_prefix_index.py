@@ -119,3 +119,20 @@ def test_prefix_index_many_restarts_leave_no_entries_and_reuse_bits() -> None:
     index.store("b", CHAINS[1][:1])
     assert list(index._masks) == CHAINS[1][:1]
     assert index._live_mask.bit_length() <= 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prefix_index_long_prompts_are_searched_to_the_same_end(seed: int) -> None:
+    chance = random.Random(seed)
+    prompt = [place.to_bytes(16, "big") for place in range(3000)]
+    index, oracle = PrefixIndex(), Oracle()
+    for number in range(chance.randint(1, 12)):
+        held = prompt[: chance.choice([0, 5, 127, 128, 129, 130, 3000, chance.randrange(3000)])]
+        told = held[: chance.randint(0, len(held))]  # the rest is expected
+        index.store(f"node-{number}", told)
+        index.expect(f"node-{number}", held, now_s=0.0)
+        oracle.own[f"node-{number}"] = set(held)
+    for num_asked in (0, 1, 127, 128, 129, 1000, 3000):
+        for unknown in (0, 1, 500):
+            asked = prompt[:num_asked] + [bytes([255]) * 15 + bytes([number % 256]) for number in range(unknown)]
+            assert index.match(asked, is_expecting=True) == oracle.match(asked)
