@@ -48,10 +48,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         num_tokens = round(MIN_PROMPT_TOKENS * (MAX_PROMPT_TOKENS / MIN_PROMPT_TOKENS) ** rng.random())
         names = make_prompt(sequences, num_tokens // arguments.block_size, rng)
         started_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-        node_id = router.place_decode(num_tokens, names)
+        placement = router.place_decode(num_tokens, names, number / 1000)
         cpu_us = (time.thread_time_ns() - cpu_ns) / 1000
         timings.append((num_tokens, (time.perf_counter_ns() - started_ns) / 1000, cpu_us))
-        router.registry.start_dispatch(node_id, f"{number}.1", num_tokens)
+        router.registry.start_dispatch(placement.node_id, f"{number}.1", num_tokens, prefill_ms=placement.prefill_ms)
         if (oldest := number - NUM_IN_FLIGHT * arguments.nodes) >= 0:
             for node in nodes:
                 router.registry.end_dispatch(node.node_id, f"{oldest}.1")

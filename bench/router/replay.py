@@ -79,6 +79,7 @@ def summarize(served: Sequence[Served], cluster: VirtualCluster) -> dict[str, An
         "ttft_ms_p99": round(_percentile(ttfts_ms, 0.99), 1),
         "ttft_ms_max": round(ttfts_ms[-1], 1),
         "e2e_ms_mean": round(statistics.fmean(one.end_to_end_s * 1000 for one in served), 1),
+        "prefills_on_decode_nodes": dict(sorted(cluster.num_prefills_by_reason.items())),
         "requests_per_node": [num_requests[0], num_requests[-1]],
     }
 

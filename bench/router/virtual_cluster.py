@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from bench.router.virtual_router import VirtualRouter
 from bench.router.virtual_store import VirtualStore
 from core.request import Request, RequestStage
 from core.sampling_params import SamplingParams
+from router.policy import Placement
 
 MAX_NUM_SEQS = 256
 
@@ -69,6 +71,7 @@ class VirtualCluster:
         self._due: dict[str, float] = {}  # when each node's next event is in the heap
         self.now_s = 0.0
         self.served: list[Served] = []
+        self.num_prefills_by_reason: Counter[str] = Counter()  # on decode nodes
         self.num_requests_by_node: dict[str, int] = dict.fromkeys(self._nodes, 0)
         self._in_flight: dict[int, _InFlight] = {}
         self._num_open = 0
@@ -95,15 +98,17 @@ class VirtualCluster:
     def _arrive(self, traced: TraceRequest) -> None:
         in_flight = self._in_flight[traced.index] = _InFlight(traced)
         names = traced.full_block_names
-        node_id = self._router.place_prefill(traced.num_prompt_tokens, names)
-        if node_id:
-            self._dispatch(in_flight, node_id, RequestStage.PREFILL, traced.num_prompt_tokens, 0)
+        placement = self._router.place_prefill(traced.num_prompt_tokens, names, self.now_s)
+        if placement.node_id:
+            self._dispatch(in_flight, placement, RequestStage.PREFILL)
         else:
-            node_id = self._router.place_decode(traced.num_prompt_tokens, names)
-            self._dispatch(in_flight, node_id, RequestStage.DECODE, traced.num_prompt_tokens, 0)
+            self.num_prefills_by_reason[placement.reason] += 1
+            placement = self._router.place_decode(traced.num_prompt_tokens, names, self.now_s)
+            self._dispatch(in_flight, placement, RequestStage.DECODE)
 
-    def _dispatch(self, in_flight: _InFlight, node_id: str, stage: RequestStage, num_tokens: int, num_sent_blocks: int) -> None:
-        traced = in_flight.traced
+    def _dispatch(self, in_flight: _InFlight, placement: Placement, stage: RequestStage, num_sent_blocks: int = 0) -> None:
+        traced, node_id = in_flight.traced, placement.node_id
+        num_tokens = traced.num_prompt_tokens + in_flight.has_first_token
         in_flight.dispatches += 1
         in_flight.node_id, in_flight.wire_id = node_id, f"{traced.index}.{in_flight.dispatches}"
         names = [*traced.full_block_names]
@@ -118,13 +123,14 @@ class VirtualCluster:
             block_hashes=names,
         )
         job = Job(traced.index, in_flight.wire_id, request, traced.num_output_tokens, num_sent_blocks)
-        self._router.registry.start_dispatch(node_id, in_flight.wire_id, num_tokens)
+        self._router.registry.start_dispatch(node_id, in_flight.wire_id, num_tokens, prefill_ms=placement.prefill_ms)
         self.num_requests_by_node[node_id] += 1
         node = self._nodes[node_id]
         self._at(self.now_s + self._costs.hop_ms / 1000, lambda: self._reach(node, job))
 
     def _take_first_token(self, job: Job) -> None:
         in_flight = self._in_flight[job.order]
+        self._router.registry.nodes[in_flight.node_id].end_prefill(in_flight.wire_id)
         if in_flight.has_first_token:
             return
         in_flight.has_first_token = True
@@ -137,9 +143,9 @@ class VirtualCluster:
         traced = in_flight.traced
         self._router.registry.end_dispatch(in_flight.node_id, in_flight.wire_id)
         if job.request.stage is RequestStage.PREFILL and traced.num_output_tokens > 1:
-            node_id = self._router.place_decode(traced.num_prompt_tokens + 1, traced.full_block_names)
-            num_sent_blocks = len(traced.full_block_names)
-            self._dispatch(in_flight, node_id, RequestStage.DECODE, traced.num_prompt_tokens + 1, num_sent_blocks)
+            names = traced.full_block_names
+            placement = self._router.place_decode(traced.num_prompt_tokens + 1, names, self.now_s, is_handoff=True)
+            self._dispatch(in_flight, placement, RequestStage.DECODE, len(names))
             return
         self.served[job.order].end_to_end_s = self.now_s - traced.arrival_s
         del self._in_flight[job.order]

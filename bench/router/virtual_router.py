@@ -10,7 +10,7 @@ from core.config import RouterOptions
 from core.kv.kv_events import KVChanges
 from core.stats import EngineStats
 from core.wire.messages import Heartbeat, ModelInfo, Register
-from router.policy import Placer
+from router.policy import Placement, Placer, RoutedRequest
 from router.prefix_index import PrefixIndex
 from router.registry import NodeRegistry
 
@@ -34,7 +34,7 @@ class VirtualRouter:
         options = RouterOptions(policy=policy)
         self.index = PrefixIndex()
         self.registry = NodeRegistry(options.heartbeat_timeout_s, options.step_stall_timeout_s)
-        self.placer = Placer(options, self.registry)
+        self.placer = Placer(options, self.registry, self.index)
         for node in nodes:
             message = Register(
                 node_id=node.node_id,
@@ -48,13 +48,14 @@ class VirtualRouter:
             refusal = self.registry.register(message, node.node_id.encode(), 0.0).refusal
             assert not refusal, refusal
 
-    def place_prefill(self, num_tokens: int, block_names: Sequence[bytes]) -> str:
-        """A prefill node's id; "" when the decode node does it."""
-        return self.placer.place_prefill(num_tokens).node_id
+    def place_prefill(self, num_tokens: int, block_names: Sequence[bytes], now_s: float) -> Placement:
+        """A prefill node; an empty node_id when the decode node does it."""
+        return self.placer.place_prefill(RoutedRequest(num_tokens=num_tokens, block_hashes=block_names, now_s=now_s))
 
-    def place_decode(self, num_tokens: int, block_names: Sequence[bytes]) -> str:
-        """A decode node's id."""
-        return self.placer.place_decode().node_id
+    def place_decode(self, num_tokens: int, block_names: Sequence[bytes], now_s: float, *, is_handoff: bool = False) -> Placement:
+        """A decode node. is_handoff: a prefill node has computed the prompt."""
+        request = RoutedRequest(num_tokens=num_tokens, block_hashes=block_names, is_handoff=is_handoff, now_s=now_s)
+        return self.placer.place_decode(request)
 
     def heartbeat(self, node: VirtualNode, now_s: float) -> None:
         """A node tells of its load."""
