@@ -174,6 +174,11 @@ class RouterOptions:
     body_timeout_s for the body, and is cut when it takes nothing of its answer for send_timeout_s.
 
     local_prefill_max_tokens: prompts up to this length skip the prefill node (0: up to one block, which cannot be handed over).
+    policy: which node gets a request: least_loaded, round_robin, power_of_two_choices (the less loaded of two drawn ones),
+    session_sticky (a session's requests at one node) or kv_aware (the least predicted time, by measured costs and what caches
+    hold). policy_temperature: kv_aware spreads requests: a node that costs (1 + temperature) times the least is chosen 1/e times
+    as often (0: always the best). itl_target_ms: with kv_aware, a decode node takes prompts beside requests that decode only
+    as long as their next tokens are predicted to come within it (0: no target).
     prefill_timeout_s: how long PrefillDone may take before the decode node does it all; max_attempts bounds dispatches
     of one request over all nodes, max_node_deaths the nodes that may die while they have it. step_stall_timeout_s: a node
     whose step thread has not moved for so long gets nothing new and loses its requests to others. drain_timeout_s: how long a
@@ -194,6 +199,8 @@ class RouterOptions:
     tool_call_parser: str = ""
     cache_salt_per_key: bool = True
     policy: str = "least_loaded"
+    policy_temperature: float = 0.0
+    itl_target_ms: float = 0.0
     max_num_requests: int = 1024
     max_body_bytes: int = 16 * MIB
     max_choices: int = 64
@@ -223,6 +230,9 @@ class RouterOptions:
         return self.kv_events == "on" or (self.kv_events == "auto" and self.policy in KV_EVENT_POLICIES)
 
     def __post_init__(self) -> None:
+        for name in ("policy_temperature", "itl_target_ms"):
+            value = getattr(self, name)
+            _check(math.isfinite(value) and value >= 0, f"router.{name}", value, "a finite number, 0 or more")
         _check(self.kv_events in ("auto", "on", "off"), "router.kv_events", self.kv_events, "auto, on or off")
         _check(0 <= self.port <= 65535, "router.port", self.port, "0 to 65535")
         _check(0 <= self.control_port <= 65535, "router.control_port", self.control_port, "0 to 65535")

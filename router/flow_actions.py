@@ -24,12 +24,14 @@ class RequestSpec:
     siblings: Siblings | None = None  # that share its prompt
     time_left_s: float = math.inf  # on arrival, of the request that it is part of; options.request_timeout_s holds as well
     adapter: Adapter | None = None
+    session_key: str = ""  # requests with the same one may be kept on one node (router.policy session_sticky)
     client_request_id: str = ""  # what the client calls it: shown to people, never an identity
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """Send `message` to the node and count it against the node. reason: prefill, handoff, local_prefill, drain or retry.
+    prefill_ms: predicted, as in Placement.
 
     source_node_ids: other nodes that have had the request, the latest first: they may have saved KV of it.
     """
@@ -39,6 +41,7 @@ class Dispatch:
     reason: str
     is_suspect: bool = False
     source_node_ids: tuple[str, ...] = ()
+    prefill_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,8 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Something worth a metric: local_prefill(reason), retry(reason), migration(reason, outcome), moved_tokens(source)."""
+    """Something worth a metric: local_prefill(reason), retry(reason), migration(reason, outcome), moved_tokens(source),
+    decision(reason, role)."""
 
     what: str
     reason: str

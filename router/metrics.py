@@ -25,7 +25,7 @@ INTER_TOKEN_BUCKETS = (
     0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
 )
 # fmt: on
-DECISION_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 0.001, 0.005, 0.025, 0.1)
+DECISION_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 200e-6, 300e-6, 500e-6, 0.001, 0.005, 0.025, 0.1)
 TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -62,6 +62,7 @@ class RouterMetrics:
         self.request_success = counter("request_success_total", "Requests that ended with their answer", ("finished_reason",))
         self.request_errors = counter("request_errors_total", "Requests that ended with an error", ("kind",))
         self.routed_requests = counter("routed_requests_total", "Dispatches to nodes", ("policy", "node", "reason"))
+        self.decisions = counter("router_decisions_total", "Choices of a node, or of doing without one", ("role", "reason"))
         self.local_prefill = counter("local_prefill_total", "Prefills left to a decode node", ("reason",))
         self.retries = counter("retries_total", "Dispatches that followed a fault", ("reason",))
         self.migrations = counter("migrations_total", "Requests that moved mid-stream", ("reason", "outcome"))

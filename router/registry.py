@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 
 from core.stats import EngineStats
 from core.wire.messages import Heartbeat, ModelInfo, NodeCosts, NodeLoad, Register
@@ -53,8 +54,11 @@ class NodeState:
     in_flight: dict[str, int] = field(default_factory=dict)
     num_in_flight_tokens: int = 0
     numbers: MessageNumbers = field(default_factory=lambda: MessageNumbers(0))
+    prefill_ms_by_wire_id: dict[str, float] = field(default_factory=dict)  # predicted, of prompts without a first token yet
+    prefill_backlog_ms: float = 0.0  # their sum
     suspects: set[str] = field(default_factory=set)  # wire ids in flight of requests that nodes have died with
     kv_address: str = ""
+    known_snapshot: NodeSnapshot | None = None  # None: something has changed
     drain_deadline_s: float | None = None  # set once it was told to drain: from then on its requests are handed over
 
     @property
@@ -63,24 +67,37 @@ class NodeState:
         return self.status is not NodeStatus.DOWN
 
     def snapshot(self) -> NodeSnapshot:
-        """What a routing policy may look at."""
-        return NodeSnapshot(
-            node_id=self.node_id,
-            role=self.role,
-            max_num_seqs=self.max_num_seqs,
-            num_in_flight=len(self.in_flight),
-            num_in_flight_tokens=self.num_in_flight_tokens,
-            has_suspect=bool(self.suspects),
-            load=self.load,
-            costs=self.costs,
-        )
+        """What a routing policy may look at; the same object as long as nothing has changed."""
+        if self.known_snapshot is None:
+            self.known_snapshot = NodeSnapshot(
+                node_id=self.node_id,
+                role=self.role,
+                max_num_seqs=self.max_num_seqs,
+                num_in_flight=len(self.in_flight),
+                num_in_flight_tokens=self.num_in_flight_tokens,
+                num_prefilling=len(self.prefill_ms_by_wire_id),
+                prefill_backlog_ms=self.prefill_backlog_ms,
+                has_suspect=bool(self.suspects),
+                load=self.load,
+                costs=self.costs,
+            )
+        return self.known_snapshot
+
+    def end_prefill(self, wire_id: str) -> None:
+        """The dispatch's prompt is no longer ahead of others. Safe to repeat."""
+        if wire_id in self.prefill_ms_by_wire_id:
+            self.prefill_backlog_ms -= self.prefill_ms_by_wire_id.pop(wire_id)
+            if not self.prefill_ms_by_wire_id:
+                self.prefill_backlog_ms = 0.0  # rounding errors do not add up
+            self.known_snapshot = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSnapshot:
     """A node that may get a request, as routing policies see it.
 
-    num_in_flight and num_in_flight_tokens are counted by the router and always current; load and costs are as old as the last
+    num_in_flight and what follows are counted by the router and always current: num_prefilling have no token yet, and their
+    prompts were predicted to take prefill_backlog_ms. load and costs are as old as the last
     heartbeat.
     """
 
@@ -89,6 +106,8 @@ class NodeSnapshot:
     max_num_seqs: int
     num_in_flight: int = 0
     num_in_flight_tokens: int = 0
+    num_prefilling: int = 0
+    prefill_backlog_ms: float = 0.0
     has_suspect: bool = False
     load: NodeLoad = field(default_factory=NodeLoad)
     costs: NodeCosts = field(default_factory=NodeCosts)
@@ -176,6 +195,7 @@ class NodeRegistry:
         node.load = message.load
         node.stats = message.stats
         node.costs = message.costs
+        node.known_snapshot = None
         before = node.status
         if message.load.step_age_s > self._step_stall_timeout_s:
             node.status = NodeStatus.STALLED
@@ -208,12 +228,17 @@ class NodeRegistry:
         if node.status is NodeStatus.UP:
             node.status = NodeStatus.DRAINING
 
-    def start_dispatch(self, node_id: str, wire_id: str, num_tokens: int, *, is_suspect: bool = False) -> None:
-        """Count a dispatch against the node's load."""
+    def start_dispatch(
+        self, node_id: str, wire_id: str, num_tokens: int, *, is_suspect: bool = False, prefill_ms: float = 0.0
+    ) -> None:
+        """Count a dispatch against the node's load. prefill_ms: predicted until its first token, without what is ahead of it."""
         node = self.nodes[node_id]
         assert wire_id not in node.in_flight, f"{wire_id} was dispatched twice to {node_id}"
         node.in_flight[wire_id] = num_tokens
         node.num_in_flight_tokens += num_tokens
+        node.prefill_ms_by_wire_id[wire_id] = prefill_ms
+        node.prefill_backlog_ms += prefill_ms
+        node.known_snapshot = None
         if is_suspect:
             node.suspects.add(wire_id)
 
@@ -223,6 +248,8 @@ class NodeRegistry:
         if node is not None:
             node.num_in_flight_tokens -= node.in_flight.pop(wire_id, 0)
             node.suspects.discard(wire_id)
+            node.end_prefill(wire_id)
+            node.known_snapshot = None
 
     def excuse_silence(self, now_s: float) -> None:
         """Start every connected node's heartbeat timeout anew."""
@@ -258,8 +285,12 @@ class NodeRegistry:
 
     def candidates(self, role: str) -> list[NodeSnapshot]:
         """Nodes of a role that may get new requests, in order of node_id."""
-        up = [node.snapshot() for node in self.nodes.values() if node.role == role and node.status is NodeStatus.UP]
-        return sorted(up, key=lambda node: node.node_id)
+        up = [
+            node.known_snapshot or node.snapshot()
+            for node in self.nodes.values()
+            if node.role == role and node.status is NodeStatus.UP
+        ]
+        return sorted(up, key=attrgetter("node_id"))
 
     def has_candidate(self, role: str) -> bool:
         """True when some node of the role may get new requests."""

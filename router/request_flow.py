@@ -17,7 +17,7 @@ from core.config import RouterOptions
 from core.step import TokenLogprob
 from core.wire.messages import Generate, RequestUpdate
 from router.flow_actions import Action, Count, Deliver, Dispatch, Fail, Release, RequestSpec
-from router.policy import Placer
+from router.policy import Placement, Placer, RoutedRequest
 from router.update_check import update_problem
 
 RETRY_BACKOFF_S = 0.05
@@ -80,6 +80,7 @@ class RequestFlow:
     _past_node_ids: list[str] = field(default_factory=list)  # that have had it, the latest first, each once
     _last_fault: str = ""
     _moving_reason: str = ""  # set while a request with output tokens is between a lost decode node and its next token
+    _block_hashes: tuple[bytes, ...] = ()
     _prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     _are_prompt_logprobs_delivered: bool = False
 
@@ -254,16 +255,19 @@ class RequestFlow:
     def _place(self, now_s: float) -> list[Action]:
         if self._has_tried_prefill or self.output_token_ids or not self.placer.has_decode_node():
             return self._place_decode("retry" if self.num_dispatches else "local_prefill", now_s)
-        placement = self.placer.place_prefill(len(self.spec.prompt_token_ids), self.spec.siblings)
+        placement = self.placer.place_prefill(self._routed(now_s))
         self._has_tried_prefill = True
         if not placement.node_id:
-            return [Count("local_prefill", placement.reason), *self._place_decode("local_prefill", now_s)]
+            counts: list[Action] = [Count("local_prefill", placement.reason), Count("decision", placement.reason, "prefill")]
+            return counts + self._place_decode("local_prefill", now_s)
         self.phase = FlowPhase.PREFILL
         self._phase_deadline_s = now_s + self.options.prefill_timeout_s
-        return [self._dispatch(placement.node_id, "prefill", "prefill", now_s)]
+        return [Count("decision", placement.reason, "prefill"), self._dispatch(placement, "prefill", "prefill", now_s)]
 
     def _place_decode(self, reason: str, now_s: float) -> list[Action]:
-        placement = self.placer.place_decode(self._faulty_node_ids, is_suspect=self.is_suspect, siblings=self.spec.siblings)
+        placement = self.placer.place_decode(
+            self._routed(now_s, is_handoff=reason == "handoff"), self._faulty_node_ids, is_suspect=self.is_suspect
+        )
         if not placement.node_id:
             return self._wait_for_node(placement.reason, now_s)
         if placement.node_id in self._faulty_node_ids and not self._retry_at_s:
@@ -275,7 +279,7 @@ class RequestFlow:
         self.phase = FlowPhase.DECODE
         self._phase_deadline_s = None
         self._retry_at_s = 0.0
-        return [self._dispatch(placement.node_id, "decode", reason, now_s)]
+        return [Count("decision", placement.reason, "decode"), self._dispatch(placement, "decode", reason, now_s)]
 
     def _wait_for_node(self, reason: str, now_s: float) -> list[Action]:
         if reason == "other_suspect":  # it will end or be cleared: no node is missing, so only the request's deadline counts
@@ -295,7 +299,23 @@ class RequestFlow:
             what = f"{self.num_node_deaths} nodes died with this request, and only one decode node is alive"
         return self._fail("no_decode_node", self._with_last_fault(what), 503, NODE_RETRY_AFTER_S)
 
-    def _dispatch(self, node_id: str, stage: str, reason: str, now_s: float) -> Dispatch:
+    def _routed(self, now_s: float, *, is_handoff: bool = False) -> RoutedRequest:
+        spec = self.spec
+        uses_cache = spec.sampling.prompt_logprobs is None or self._are_prompt_logprobs_delivered
+        if not self._block_hashes and uses_cache:
+            adapter_fingerprint = spec.adapter.fingerprint if spec.adapter is not None else b""
+            self._block_hashes = self.placer.block_hashes(spec.prompt_token_ids, spec.cache_salt, adapter_fingerprint)
+        return RoutedRequest(
+            num_tokens=len(spec.prompt_token_ids) + len(self.output_token_ids),
+            block_hashes=self._block_hashes,
+            session_key=spec.session_key,
+            is_handoff=is_handoff,
+            now_s=now_s,
+            siblings=spec.siblings,
+        )
+
+    def _dispatch(self, placement: Placement, stage: str, reason: str, now_s: float) -> Dispatch:
+        node_id = placement.node_id
         assert self.attempt is None, "a request has one dispatch at a time"
         self.num_dispatches += 1
         num_known_tokens = len(self.spec.prompt_token_ids) + len(self.output_token_ids)
@@ -321,7 +341,7 @@ class RequestFlow:
             adapter_fingerprint=self.spec.adapter.fingerprint if self.spec.adapter is not None else b"",
         )
         self._past_node_ids = [node_id, *(past for past in self._past_node_ids if past != node_id)]
-        return Dispatch(node_id, message, reason, self.is_suspect, tuple(self._past_node_ids[1:]))
+        return Dispatch(node_id, message, reason, self.is_suspect, tuple(self._past_node_ids[1:]), placement.prefill_ms)
 
     # -- faults and ends -----------------------------------------------------------------------------------------------
     def _fault(self, reason: str, detail: str, now_s: float) -> list[Action]:

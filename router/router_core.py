@@ -90,7 +90,7 @@ class RouterCore:
         self._clock = clock
         self._send_to = send
         self._metrics = metrics
-        self._placer = Placer(options, self.registry)
+        self._placer = Placer(options, self.registry, self.index, id_prefix)
         self._kv_events = KVEventFeed(self.index, self._send, metrics)
         self._tracked: dict[str, TrackedRequest] = {}
         self._ids = (f"{id_prefix}-{count}" for count in itertools.count())
@@ -306,6 +306,8 @@ class RouterCore:
     def _handle_updates(self, node: NodeState, message: Updates, now_s: float) -> None:
         vocab_size = node.model.vocab_size
         for update in message.updates:
+            if update.token_ids:
+                node.end_prefill(update.request_id)
             tracked = self._tracked.get(update.request_id.rpartition(".")[0])
             if tracked is not None:
                 self._guarded(
@@ -399,7 +401,9 @@ class RouterCore:
         if kv_sources := self.registry.kv_addresses(action.source_node_ids)[:MAX_KV_SOURCES]:
             message = msgspec.structs.replace(message, kv_sources=kv_sources)
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
-        self.registry.start_dispatch(action.node_id, message.request_id, num_tokens, is_suspect=action.is_suspect)
+        self.registry.start_dispatch(
+            action.node_id, message.request_id, num_tokens, is_suspect=action.is_suspect, prefill_ms=action.prefill_ms
+        )
         self._metrics.routed_requests.labels(self._options.policy, action.node_id, action.reason).inc()
         tracked.observe_dispatch(action, self._clock.now_s())
         self._send(self.registry.nodes[action.node_id], message, undelivered=message.request_id)

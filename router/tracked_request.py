@@ -75,6 +75,8 @@ class TrackedRequest:
                 self.metrics.retries.labels(action.reason).inc()
             case "migration":
                 self.metrics.migrations.labels(action.reason, action.outcome).inc()
+            case "decision":
+                self.metrics.decisions.labels(action.outcome, action.reason).inc()
             case "moved_tokens":
                 self.metrics.moved_tokens.labels(action.reason).inc(action.amount)
             case _:

@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from core.adapter_files import Adapter
 from core.clock import Clock
@@ -102,7 +103,7 @@ class SimCluster:
             heartbeat_timeout_s=2.0,
             max_attempts=rng.choice((3, 6)),
             drain_timeout_s=rng.choice((0.2, 3.0)),
-            policy=rng.choice(("least_loaded", "round_robin")),
+            **_routing(seed, rng.choice(("least_loaded", "round_robin"))),
             kv_events="on" if seed // 2 % 2 else "off",  # beside the steps' overlap, which follows seed % 2
         )
         self.network = Network()
@@ -300,3 +301,15 @@ class SimCluster:
             node.connector.is_cut_off = False
             self._start_node(name, node.core.identity.role)
         self.world.log("the faults stop")
+
+
+def _routing(seed: int, policy: str) -> dict[str, Any]:
+    """Options of routing: half of the runs have `policy`, the others any, by a chooser of its own so that all else stays."""
+    chooser = random.Random(f"routing {seed}")
+    if chooser.random() < 0.5:
+        return {"policy": policy}
+    return {
+        "policy": chooser.choice(("kv_aware", "kv_aware", "power_of_two_choices", "session_sticky")),
+        "policy_temperature": chooser.choice((0.0, 0.0, 0.5)),
+        "itl_target_ms": chooser.choice((0.0, 5.0, 50.0)),
+    }

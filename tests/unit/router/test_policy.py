@@ -9,7 +9,10 @@ import pytest
 from core.config import RouterOptions
 from core.errors import ConfigError
 from core.wire.messages import NodeLoad
-from router.policy import Placement, Placer, Siblings, least_loaded, local_prefill_reason, round_robin
+from router.disaggregation import local_prefill_reason
+from router.policies import Turn, least_loaded, round_robin
+from router.policy import Placement, Placer, RoutedRequest, Siblings
+from router.predictions import PromptFacts
 from router.registry import NodeRegistry, NodeSnapshot
 from tests.unit.router.flow_bench import register_message
 
@@ -48,12 +51,12 @@ def test_least_loaded_random_nodes_agrees_with_the_oracle(role: str) -> None:
     source = random.Random(role)
     for turn in range(300):
         nodes = snapshots(source, role)
-        assert least_loaded(nodes, turn).node_id in oracle(nodes)
+        assert least_loaded(nodes, PromptFacts(), Turn(turn)).node_id in oracle(nodes)
 
 
 def test_least_loaded_equal_nodes_take_turns() -> None:
     nodes = [NodeSnapshot(node_id=f"n{place}", role="decode", max_num_seqs=8) for place in range(3)]
-    assert [least_loaded(nodes, turn).node_id for turn in range(4)] == ["n0", "n1", "n2", "n0"]
+    assert [least_loaded(nodes, PromptFacts(), Turn(turn)).node_id for turn in range(4)] == ["n0", "n1", "n2", "n0"]
 
 
 def test_round_robin_ignores_load() -> None:
@@ -61,7 +64,7 @@ def test_round_robin_ignores_load() -> None:
         NodeSnapshot(node_id="a", role="decode", max_num_seqs=1, num_in_flight=9),
         NodeSnapshot(node_id="b", role="decode", max_num_seqs=1),
     ]
-    assert [round_robin(nodes, turn).node_id for turn in range(3)] == ["a", "b", "a"]
+    assert [round_robin(nodes, PromptFacts(), Turn(turn)).node_id for turn in range(3)] == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +110,9 @@ def test_placer_avoided_node_is_used_only_when_there_is_no_other() -> None:
     placer = Placer(RouterOptions(), registry)
     assert placer.place_decode().node_id == ""
     registry.register(register_message("d0", "decode"), b"d0", 0.0)
-    assert placer.place_decode({"d0"}).node_id == "d0"
+    assert placer.place_decode(avoided_node_ids={"d0"}).node_id == "d0"
     registry.register(register_message("d1", "decode"), b"d1", 0.0)
-    assert {placer.place_decode({"d0"}).node_id for _ in range(4)} == {"d1"}
+    assert {placer.place_decode(avoided_node_ids={"d0"}).node_id for _ in range(4)} == {"d1"}
 
 
 def test_placer_siblings_stay_together_until_their_node_is_full_or_avoided() -> None:
@@ -120,13 +123,13 @@ def test_placer_siblings_stay_together_until_their_node_is_full_or_avoided() -> 
     max_num_seqs = registry.nodes["d0"].max_num_seqs
     chosen = []
     for number in range(max_num_seqs + 1):
-        chosen.append(placer.place_decode(siblings=siblings).node_id)
+        chosen.append(placer.place_decode(RoutedRequest(siblings=siblings)).node_id)
         registry.start_dispatch(chosen[-1], f"r{number}.1", 10)
     assert len(set(chosen[:-1])) == 1 and chosen[-1] != chosen[0], "a full node sends the next ones to another"
-    assert placer.place_decode(siblings=siblings).node_id == chosen[-1]
-    moved = placer.place_decode({chosen[-1]}, siblings=siblings).node_id
+    assert placer.place_decode(RoutedRequest(siblings=siblings)).node_id == chosen[-1]
+    moved = placer.place_decode(avoided_node_ids={chosen[-1]}, request=RoutedRequest(siblings=siblings)).node_id
     assert moved != chosen[-1]
-    assert placer.place_decode(siblings=siblings).node_id == moved, "the others follow the one that lost its node"
+    assert placer.place_decode(RoutedRequest(siblings=siblings)).node_id == moved, "the others follow the one that lost its node"
 
 
 def test_placer_sibling_of_one_at_a_decode_node_needs_no_prefill_node() -> None:
@@ -134,12 +137,12 @@ def test_placer_sibling_of_one_at_a_decode_node_needs_no_prefill_node() -> None:
     for name, role in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode")):
         registry.register(register_message(name, role), name.encode(), 0.0)
     placer, siblings = Placer(RouterOptions(), registry), Siblings()
-    first = placer.place_prefill(1000, siblings).node_id
+    first = placer.place_prefill(RoutedRequest(num_tokens=1000, siblings=siblings)).node_id
     registry.start_dispatch(first, "r0.1", 1000)
-    assert placer.place_prefill(1000, siblings).node_id == first
-    assert placer.place_prefill(1000).node_id not in ("", first), "others go by load"
-    placer.place_decode(siblings=siblings)
-    assert placer.place_prefill(1000, siblings) == Placement("", "sibling")
+    assert placer.place_prefill(RoutedRequest(num_tokens=1000, siblings=siblings)).node_id == first
+    assert placer.place_prefill(RoutedRequest(num_tokens=1000)).node_id not in ("", first), "others go by load"
+    placer.place_decode(RoutedRequest(siblings=siblings))
+    assert placer.place_prefill(RoutedRequest(num_tokens=1000, siblings=siblings)) == Placement("", "sibling")
 
 
 def test_placer_unknown_policy_is_refused_by_name() -> None:
