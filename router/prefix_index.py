@@ -12,7 +12,8 @@ from itertools import islice
 MAX_BLOCKS_PER_NODE = 1_000_000  # what a node reports beyond is not believed: a lying node does not fill our memory
 MAX_BLOCKS_PER_STORE = 4_000_000  # the oldest are forgotten
 EXPECTED_FOR_S = 5.0  # blocks that a dispatched request will bring are expected for this long, at most for twice as long
-_WALKED_BLOCKS = 128
+_WALKED_BLOCKS = 64  # a multiple of _STRIDE
+_STRIDE = 64  # a power of 2
 _SWEPT_PER_CALL = 2048  # entries of dropped nodes that one change takes out: about a millisecond
 
 
@@ -91,12 +92,20 @@ class PrefixIndex:
         self._retired_mask |= bit
         self._sweep()
 
-    def expect(self, node_id: str, block_hashes: Sequence[bytes], now_s: float) -> None:
-        """A request with these blocks was sent to the node: it will have them soon, or loses them unseen after a while."""
+    def expect(self, node_id: str, block_hashes: Sequence[bytes], now_s: float, num_known: int = 0) -> None:
+        """A request with these blocks was sent to the node: it will have them soon, or loses them unseen after a while.
+
+        block_hashes: from the prompt's first block on. num_known: leading ones that are there, of which nothing is to be noted.
+        Behind the first _WALKED_BLOCKS only each _STRIDE-th is noted and stands for those before it, so that noting a prompt of
+        100,000 tokens takes no longer than choosing a node for it.
+        """
         self.expire(now_s)
         bit = self._bit_of(node_id)
         masks = self._expected_masks
-        for block_hash in block_hashes:
+        for block_hash in block_hashes[num_known:_WALKED_BLOCKS]:
+            masks[block_hash] = masks.get(block_hash, 0) | bit
+        first = max(num_known, _WALKED_BLOCKS) | (_STRIDE - 1)
+        for block_hash in block_hashes[first::_STRIDE]:
             masks[block_hash] = masks.get(block_hash, 0) | bit
 
     def expire(self, now_s: float) -> None:
@@ -165,9 +174,10 @@ class PrefixIndex:
         """The rest of a long prompt, of which `remaining` have the first _WALKED_BLOCKS: in growing steps, then by halves."""
 
         def mask_at(place: int) -> int:
-            block_hash = block_hashes[place]
-            mask = self._masks.get(block_hash, 0)
-            if is_expecting:
+            mask = self._masks.get(block_hashes[place], 0)
+            noted = place | (_STRIDE - 1)
+            if is_expecting and noted <= last:
+                block_hash = block_hashes[noted]
                 mask |= self._expected_masks.get(block_hash, 0) | self._last_expected_masks.get(block_hash, 0)
             return mask & remaining
 

@@ -43,6 +43,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     nodes = [VirtualNode(f"decode-{place:03}", "decode", 1, MAX_NUM_SEQS, CostModel()) for place in range(arguments.nodes)]
     router = VirtualRouter(arguments.policy, nodes, arguments.block_size)
     sequences, num_indexed = fill_index(router, nodes, arguments.blocks, rng)
+    for node in nodes:
+        router.heartbeat(node, 0.0)
+    placed: list[str] = []
     timings: list[tuple[int, float, float]] = []
     for number in range(arguments.decisions):
         num_tokens = round(MIN_PROMPT_TOKENS * (MAX_PROMPT_TOKENS / MIN_PROMPT_TOKENS) ** rng.random())
@@ -52,9 +55,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         cpu_us = (time.thread_time_ns() - cpu_ns) / 1000
         timings.append((num_tokens, (time.perf_counter_ns() - started_ns) / 1000, cpu_us))
         router.registry.start_dispatch(placement.node_id, f"{number}.1", num_tokens, prefill_ms=placement.prefill_ms)
+        placed.append(placement.node_id)
         if (oldest := number - NUM_IN_FLIGHT * arguments.nodes) >= 0:
-            for node in nodes:
-                router.registry.end_dispatch(node.node_id, f"{oldest}.1")
+            router.registry.end_dispatch(placed[oldest], f"{oldest}.1")
     timings.sort()
     tenth = max(1, len(timings) // 10)
     return {
