@@ -169,6 +169,7 @@ class BeamGeneration:
                 adapter=self.plan.adapter,
                 siblings=search.siblings,
                 time_left_s=time_left_s,
+                session_key=self.plan.session_key,
                 client_request_id=self._client_request_id,
             )
             self._core.submit(spec, self._sink(search, request_id))

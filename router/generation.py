@@ -100,6 +100,7 @@ class SampledGeneration:
                         cache_salt=plan.cache_salt,
                         adapter=plan.adapter,
                         siblings=siblings,
+                        session_key=plan.session_key,
                         client_request_id=client_request_id,
                     )
                 )

@@ -52,6 +52,7 @@ MAX_LONG_TEXTS = 2  # tokenized at a time: each takes a thread, and memory of ma
 LONG_CHAT_MESSAGES = 64  # the same for rendering a chat template
 LONG_TEXT_CHARS = 4096  # from here on tokenizing takes longer than a thread's hand-over
 MAX_EVENTS_TOGETHER = 64  # in one piece of a stream
+MAX_SESSION_KEY_CHARS = 1024  # of the header X-Session-Id; what follows makes no difference
 HTTP_CLIENT_CLOSED = 499  # seen by nobody: the client is gone
 
 
@@ -82,7 +83,7 @@ class GenerationEndpoints:
         parsed = decode_body(body, CompletionRequest)
         limits = self._limits()
         check_model_name(parsed.model, limits)
-        plan = _kept_apart(plan_completion(parsed, limits), request)
+        plan = _of_client(plan_completion(parsed, limits), request)
         await self._grammar_check.check(plan.grammar)
         parts = split_prompts(parsed.prompt, limits)
         if len(parts) * plan.num_candidates > limits.max_choices:
@@ -102,7 +103,7 @@ class GenerationEndpoints:
         parsed = decode_body(body, ChatRequest)
         limits = self._limits()
         check_model_name(parsed.model, limits)
-        plan = _kept_apart(plan_chat(parsed, limits, self._tools), request)
+        plan = _of_client(plan_chat(parsed, limits, self._tools), request)
         await self._grammar_check.check(plan.grammar)
         token_ids = await self.chat_token_ids(
             parsed.messages,
@@ -249,9 +250,11 @@ def _model_name(plan: GenerationPlan, limits: ModelLimits) -> str:
     return plan.adapter.name if plan.adapter is not None else limits.served_names[0]
 
 
-def _kept_apart(plan: GenerationPlan, request: Request) -> GenerationPlan:
-    """The plan with the salt that keeps this client's cached KV apart from the others', where they have API keys."""
-    return replace(plan, cache_salt=tenant_cache_salt(request.state.tenant, plan.cache_salt))
+def _of_client(plan: GenerationPlan, request: Request) -> GenerationPlan:
+    """The plan with the salt that keeps this client's cached KV apart from the others', where they have API keys, and with the
+    session that its header X-Session-Id names, if it does."""
+    session_key = request.headers.get("x-session-id", "")[:MAX_SESSION_KEY_CHARS] or plan.session_key
+    return replace(plan, cache_salt=tenant_cache_salt(request.state.tenant, plan.cache_salt), session_key=session_key)
 
 
 async def stream_events(

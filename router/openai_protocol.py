@@ -84,6 +84,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: msgspec.Raw = msgspec.Raw()  # structured_outputs.json and so on, as vLLM once named them

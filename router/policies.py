@@ -67,9 +67,8 @@ def session_sticky(nodes: Sequence[NodeSnapshot], prompt: PromptFacts, turn: Tur
         return least_loaded(nodes, prompt, turn)
     key = prompt.session_key.encode()
     mean = sum(node.num_in_flight / node.max_num_seqs for node in nodes) / len(nodes)
-    for node in sorted(
-        nodes, key=lambda node: blake2b(key, digest_size=8, key=node.node_id.encode()[:64]).digest(), reverse=True
-    ):
+    ranked = sorted(nodes, key=lambda node: blake2b(b"%b\0%b" % (node.node_id.encode(), key), digest_size=8).digest())
+    for node in ranked:
         if node.num_in_flight < min(node.max_num_seqs, SESSION_SLACK * mean * node.max_num_seqs + 1):
             return node
     return least_loaded(nodes, prompt, turn)

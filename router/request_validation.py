@@ -79,6 +79,7 @@ class GenerationPlan:
     return_token_ids: bool
     return_prompt_logprobs: bool
     adapter: Adapter | None = None
+    session_key: str = ""
 
     def sampling_for(self, num_prompt_tokens: int, choice: int, limits: ModelLimits) -> SamplingParams:
         """Parameters of one choice of a prompt. Raises InvalidInputError when prompt and output exceed the context."""
@@ -185,8 +186,9 @@ def _plan(
     echo_only = bool(request.echo) and max_tokens == 0
     if echo_only:
         max_tokens = 1
-    if request.user is not None and len(request.user) > MAX_USER_CHARS:
-        raise InvalidInputError("user", f"{len(request.user)} characters", f"at most {MAX_USER_CHARS} characters")
+    for name, value in (("user", request.user), ("prompt_cache_key", request.prompt_cache_key)):
+        if value is not None and len(value) > MAX_USER_CHARS:
+            raise InvalidInputError(name, f"{len(value)} characters", f"at most {MAX_USER_CHARS} characters")
     grammar = requested_grammar(request)
     if tool_use is not None and tool_use.grammar is not None:
         if grammar is not None:
@@ -222,6 +224,7 @@ def _plan(
         skip_special_tokens=request.skip_special_tokens is not False,
         return_token_ids=bool(request.return_token_ids),
         return_prompt_logprobs=request.prompt_logprobs is not None,
+        session_key=request.prompt_cache_key or request.user or "",
     )
 
 

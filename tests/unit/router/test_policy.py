@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import msgspec
 import pytest
 
 from core.config import RouterOptions
 from core.errors import ConfigError
-from core.wire.messages import NodeLoad
+from core.kv.hashing import Namespace, extend_block_hashes
+from core.wire.messages import NodeCosts, NodeLoad
 from router.disaggregation import local_prefill_reason
 from router.policies import Turn, least_loaded, round_robin
 from router.policy import Placement, Placer, RoutedRequest, Siblings
 from router.predictions import PromptFacts
+from router.prefix_index import PrefixIndex
 from router.registry import NodeRegistry, NodeSnapshot
-from tests.unit.router.flow_bench import register_message
+from tests.unit.router.flow_bench import heartbeat_message, register_message
 
 
 def snapshots(source: random.Random, role: str) -> list[NodeSnapshot]:
@@ -148,3 +152,92 @@ def test_placer_sibling_of_one_at_a_decode_node_needs_no_prefill_node() -> None:
 def test_placer_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"router\.policy.*fastest.*least_loaded"):
         Placer(RouterOptions(policy="fastest"), NodeRegistry(5.0, 60.0))
+
+
+def kv_placer(costs: NodeCosts, *names: str, **options: Any) -> tuple[Placer, NodeRegistry, PrefixIndex]:
+    """Nodes d0, p0, … that have measured `costs`; blocks have as many tokens as model_info says."""
+    registry, index = NodeRegistry(5.0, 60.0), PrefixIndex()
+    for name in names:
+        registry.register(register_message(name, "prefill" if name[0] == "p" else "decode"), name.encode(), 0.0)
+        beat = msgspec.structs.replace(heartbeat_message(name), costs=costs)
+        registry.heartbeat(beat, name.encode(), 0.0)
+    return Placer(RouterOptions(policy="kv_aware", **options), registry, index), registry, index
+
+
+SLOW = NodeCosts(
+    prefill_overhead_ms=1.0, prefill_ms_per_token=1.0, load_latency_ms=1.0, load_ms_per_block=0.1, decode_step_ms=5.0
+)
+
+
+def test_placer_kv_aware_goes_where_the_prefix_is_until_the_queue_there_is_longer() -> None:
+    placer, registry, index = kv_placer(SLOW, "d0", "d1", "d2")
+    block_size = registry.model.block_size if registry.model else 0
+    names = placer.block_hashes(range(10 * block_size), "", b"")
+    assert len(names) == 10
+    index.store("d1", names[:9])
+    request = RoutedRequest(num_tokens=10 * block_size, block_hashes=names)
+    first = placer.place_decode(request)
+    assert (first.node_id, first.reason) == ("d1", "cached")
+    registry.start_dispatch("d1", "r.1", 10, prefill_ms=20.0 * block_size)
+    second = placer.place_decode(request)
+    assert second.node_id != "d1" and second.reason == "load"
+    assert second.prefill_ms == pytest.approx(1.0 + 10 * block_size, rel=1e-3)
+
+
+def test_placer_kv_aware_simultaneous_requests_of_one_prefix_go_together() -> None:
+    placer, registry, _ = kv_placer(SLOW, "d0", "d1", "d2")
+    block_size = registry.model.block_size if registry.model else 0
+    num_tokens = 50 * block_size
+    names = placer.block_hashes(range(num_tokens), "", b"")
+    other_names = placer.block_hashes(range(1, num_tokens + 1), "", b"")
+    chosen = []
+    for number, block_hashes in enumerate([names, other_names, names, other_names]):
+        placement = placer.place_decode(RoutedRequest(num_tokens=num_tokens, block_hashes=block_hashes, now_s=1.0))
+        chosen.append(placement.node_id)
+        registry.start_dispatch(placement.node_id, f"r{number}.1", num_tokens, prefill_ms=placement.prefill_ms)
+        registry.nodes[placement.node_id].end_prefill(f"r{number}.1")
+    assert chosen[0] == chosen[2] and chosen[1] == chosen[3]
+    assert chosen[0] != chosen[1]
+
+
+def test_placer_kv_aware_names_blocks_as_nodes_do() -> None:
+    placer, registry, _ = kv_placer(SLOW, "d0")
+    model = registry.model
+    assert model is not None
+    namespace = Namespace(model.model_fingerprint, model.layout_fingerprint, model.block_size)
+    expected: list[bytes] = []
+    extend_block_hashes(expected, range(100), model.block_size, namespace.root_hash("salt", b"a" * 16))
+    assert placer.block_hashes(range(100), "salt", b"a" * 16) == tuple(expected)
+    assert Placer(RouterOptions(), registry).block_hashes(range(100), "", b"") == (), "nobody asks for them"
+
+
+def test_placer_kv_aware_prompt_that_a_decode_node_has_needs_no_prefill_node() -> None:
+    placer, registry, index = kv_placer(SLOW, "p0", "d0", "d1")
+    block_size = registry.model.block_size if registry.model else 0
+    num_tokens = 10 * block_size
+    names = placer.block_hashes(range(num_tokens), "", b"")
+    registry.start_dispatch("d0", "a.1", 1)
+    registry.start_dispatch("d1", "b.1", 1)
+    for node_id, wire_id in (("d0", "a.1"), ("d1", "b.1")):
+        registry.nodes[node_id].end_prefill(wire_id)
+    request = RoutedRequest(num_tokens=num_tokens, block_hashes=names)
+    assert placer.place_prefill(request).node_id == "p0", "others decode, and would be held up"
+    index.store("d1", names)
+    assert placer.place_prefill(request) == Placement("", "cached")
+
+
+def test_placer_kv_aware_decode_nodes_within_the_target_take_prompts() -> None:
+    placer, registry, index = kv_placer(SLOW, "d0", "d1", itl_target_ms=40.0)
+    block_size = registry.model.block_size if registry.model else 0
+    names = placer.block_hashes(range(20 * block_size), "", b"")
+    index.store("d0", names[:10])
+    registry.start_dispatch("d0", "a.1", 1)
+    registry.nodes["d0"].end_prefill("a.1")
+    request = RoutedRequest(num_tokens=20 * block_size, block_hashes=names)
+    assert placer.place_decode(request).node_id == "d1", "on d0 a request would wait for longer than 40 ms"
+    other_names = placer.block_hashes(range(1, 20 * block_size + 1), "", b"")
+    index.store("d0", other_names[:10])
+    handoff = RoutedRequest(num_tokens=20 * block_size, block_hashes=other_names, is_handoff=True)
+    registry.start_dispatch("d1", "b.1", 1)
+    registry.nodes["d1"].end_prefill("b.1")
+    assert placer.place_decode(handoff).node_id == "d0", "computed already: what d0 lacks is less"

@@ -30,7 +30,7 @@ def test_cluster_one_unlimited_node_reuses_what_the_trace_repeats() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
+@pytest.mark.parametrize("policy", ["kv_aware", "round_robin", "least_loaded"])
 def test_cluster_same_trace_gives_same_figures(shape: ClusterShape, policy: str) -> None:
     requests = conversations(2)
     clusters = [VirtualCluster(shape, policy, CostModel()) for _ in range(2)]
@@ -38,6 +38,16 @@ def test_cluster_same_trace_gives_same_figures(shape: ClusterShape, policy: str)
     assert first == second
     assert 0 < first["prefix_reuse_ratio"] < 1
     assert (first["of_which_from_store"] > 0) == (shape.num_store_blocks > 0)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_cluster_kv_aware_reuses_more_than_round_robin(shape: ClusterShape) -> None:
+    requests = conversations(4)
+    ratios = []
+    for policy in ("kv_aware", "round_robin"):
+        cluster = VirtualCluster(shape, policy, CostModel())
+        ratios.append(summarize(cluster.run(requests), cluster)["prefix_reuse_ratio"])
+    assert ratios[0] > 1.2 * ratios[1]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
