@@ -66,7 +66,9 @@ class RouterBench:
     def __init__(self) -> None:
         self.clock = VirtualClock()
         self.metrics = RouterMetrics("tiny")
-        options = RouterOptions(max_attempts=10_000, max_node_deaths=10_000, node_wait_s=1e6, request_timeout_s=1e6)
+        options = RouterOptions(
+            max_attempts=10_000, max_node_deaths=10_000, node_wait_s=1e6, request_timeout_s=1e6, kv_events="on"
+        )
         self.core = RouterCore(options, self.clock, self._send, self.metrics, "x")
         self.clients: dict[str, Client] = {}
         self.inbox: list[tuple[bytes, Generate]] = []

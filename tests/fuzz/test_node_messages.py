@@ -11,7 +11,22 @@ from hypothesis import strategies as st
 
 from core.stats import EngineStats
 from core.step import TokenLogprob
-from core.wire.messages import AdapterReply, AuditReply, Heartbeat, ModelInfo, NodeLoad, Register, RequestUpdate, Updates, encode
+from core.wire.messages import (
+    AdapterReply,
+    AuditReply,
+    BlockRemoved,
+    BlockStored,
+    Heartbeat,
+    KVEvents,
+    ModelInfo,
+    NodeCosts,
+    NodeLoad,
+    PoolCleared,
+    Register,
+    RequestUpdate,
+    Updates,
+    encode,
+)
 from router.registry import MAX_NODES
 from tests.fuzz.examples import num_examples
 from tests.fuzz.hostile import FLOATS, INTS, TEXTS, payloads
@@ -19,7 +34,7 @@ from tests.fuzz.router_bench import HONEST, HOSTILE, RouterBench
 from tests.unit.router.fake_node import model_info
 from tests.unit.router.flow_bench import register_message
 
-TAGS = ["register", "heartbeat", "updates", "audit_reply", "adapter_reply"]
+TAGS = ["register", "heartbeat", "updates", "audit_reply", "adapter_reply", "kv_events"]
 IDENTITIES = st.sampled_from([b"e0", b"e1", b"e2"])
 OWN_IDS = st.sampled_from(["evil-0", "evil-1", "honest-d2"])
 # An honest node's name in a Register is a takeover, which is a matter of authentication: not here.
@@ -81,6 +96,9 @@ HEARTBEATS = st.builds(
     load=LOADS,
     stats=st.builds(EngineStats, **STATS_FIELDS),
     is_draining=st.booleans(),
+    costs=_or_hostile(
+        NodeCosts(), st.builds(NodeCosts, prefill_overhead_ms=FLOATS, load_ms_per_block=FLOATS, decode_step_ms=FLOATS)
+    ),
 )
 LOGPROBS = st.none() | st.lists(
     st.builds(TokenLogprob, INTS, FLOATS, INTS, st.lists(st.tuples(INTS, FLOATS), max_size=3).map(tuple)), max_size=4
@@ -110,7 +128,15 @@ AUDIT_REPLIES = st.builds(
     problems=st.lists(TEXTS, max_size=3).map(tuple),
 )
 ADAPTER_REPLIES = st.builds(AdapterReply, st.binary(min_size=16, max_size=16), TEXTS)
-MESSAGES = st.one_of(REGISTERS, REGISTERS, HEARTBEATS, AUDIT_REPLIES, ADAPTER_REPLIES)
+BLOCK_HASHES = st.lists(
+    st.integers(0, 99).map(lambda number: number.to_bytes(16, "little")) | st.binary(max_size=20), max_size=80
+).map(tuple)
+MEDIA = _or_hostile("", _or_hostile("redis", TEXTS))
+EVENTS = st.one_of(
+    st.builds(PoolCleared), st.builds(BlockStored, BLOCK_HASHES, MEDIA), st.builds(BlockRemoved, BLOCK_HASHES, MEDIA)
+)
+KV_EVENTS = st.builds(KVEvents, st.integers(0, 5) | INTS, st.lists(EVENTS, max_size=4).map(tuple))
+MESSAGES = st.one_of(REGISTERS, REGISTERS, HEARTBEATS, AUDIT_REPLIES, ADAPTER_REPLIES, KV_EVENTS)
 STEPS = st.lists(
     st.one_of(
         st.sampled_from(["submit", "submit", "answer", "audit"]),
@@ -147,6 +173,8 @@ def test_router_core_fed_with_hostile_messages_serves_honest_requests_exactly(st
                     for place, update in updates
                 ]
                 bench.feed(identity, encode(Updates(tuple(named))))
+        for node in bench.core.registry.nodes.values():
+            assert bench.core.index.num_blocks(node.node_id) <= node.num_blocks
     bench.settle()
 
 

@@ -17,7 +17,10 @@ from tests.support.engine_bench import EngineBench
 from tests.support.fake_runner import VOCAB_SIZE, oracle_tokens
 from tests.support.memory_connector import MemoryConnector
 
-TAGS = ["register_reply", "register_again", "generate", "abort", "audit", "load_adapter", "unload_adapter", "drain", "ping"]
+TAGS = [
+    *("register_reply", "register_again", "generate", "abort", "audit", "load_adapter", "unload_adapter", "drain", "ping"),
+    "kv_snapshot_request",
+]
 MAX_MODEL_LEN = 64
 TOKEN_IDS = st.one_of(
     st.lists(st.integers(1, VOCAB_SIZE - 1), max_size=30),
@@ -67,6 +70,7 @@ OTHERS = st.one_of(
     st.builds(messages.AuditRequest, INTS),
     st.builds(messages.RegisterReply, TEXTS, FLOATS),
     st.just(messages.Ping()),
+    st.just(messages.KVSnapshotRequest()),
     st.builds(messages.LoadAdapter, name=TEXTS, fingerprint=FINGERPRINTS, path=TEXTS),
     st.builds(messages.UnloadAdapter, FINGERPRINTS),
 )

@@ -198,12 +198,14 @@ class SimCluster:
         assert self._num_poisonings <= num_allowed, f"{self._num_poisonings} nodes died of {len(self._poison)} requests"
 
     def _check_index(self) -> None:
-        """The router believes of every living node's cache exactly what is in it, and nothing of others."""
+        """The router believes of every connected node's cache exactly what is in it, and nothing of others: a living one may have
+        been silent for too long, and have yet to register again."""
         assert self.router is not None
         index = self.router.index
         pools = {name: set(node.core.engine.cached_hashes()) for name, node in self.nodes.items() if node.is_alive}
-        if not self.router_options.wants_kv_events:
-            pools = {name: set() for name in pools}
+        connected = {state.node_id for state in self.router.registry.connected()}
+        wants_events = self.router_options.wants_kv_events
+        pools = {name: hashes if wants_events and name in connected else set() for name, hashes in pools.items()}
         for name, hashes in pools.items():
             num_known = index.num_blocks(name)
             assert num_known == len(hashes), f"{name} holds {len(hashes)} blocks, and the router believes {num_known}"

@@ -16,6 +16,7 @@ from core.engine import EngineCore
 from core.kv.block_pool import BlockPool
 from core.kv.connector import Transfer, TransferOutcome, TransferResult
 from core.kv.hashing import Namespace
+from core.kv.kv_events import KVChanges, KVEventLog
 from core.kv.ledger import EndedTransfer, TransferLedger
 from core.kv_cache_manager import KVCacheManager
 from core.request import Request
@@ -23,6 +24,7 @@ from core.scheduler import Scheduler
 from core.wire.messages import RequestUpdate
 from core.wire.numbering import Arrival, MessageNumbers, Place
 from router.flow_actions import Action, Deliver, Fail
+from router.prefix_index import PrefixIndex
 from router.request_flow import Attempt, RequestFlow
 from router.router_core import RouterCore
 from tests.simulation.__main__ import run_seed, shrink, summarize
@@ -319,6 +321,23 @@ def lost_nodes_are_never_marked_down(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RouterCore, "_handle_lost", lambda core: core._lost.clear())
 
 
+def evicted_blocks_are_not_told(patch: pytest.MonkeyPatch) -> None:
+    """A node tells the router only what it gets."""
+    original = KVEventLog.take
+
+    def take(log: KVEventLog) -> KVChanges | None:
+        for block_hash in [name for name, is_stored in log.pool.items() if not is_stored]:
+            del log.pool[block_hash]
+        return original(log)
+
+    patch.setattr(KVEventLog, "take", take)
+
+
+def blocks_of_a_dead_node_stay_in_the_index(patch: pytest.MonkeyPatch) -> None:
+    """Nobody ever drops what a node has told."""
+    patch.setattr(PrefixIndex, "drop_node", lambda index, node_id: None)
+
+
 def _with_outputs(message: Any, output_token_ids: list[int]) -> Any:
     return msgspec.structs.replace(message, output_token_ids=output_token_ids)
 
@@ -347,6 +366,8 @@ PLANTED_BUGS: tuple[Patch, ...] = (
     restarted_router_finds_old_requests,
     deaths_are_not_counted,
     lost_nodes_are_never_marked_down,
+    evicted_blocks_are_not_told,
+    blocks_of_a_dead_node_stay_in_the_index,
 )
 
 

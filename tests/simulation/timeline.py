@@ -19,6 +19,8 @@ def describe(node_name: str, direction: str, frame: bytes) -> str:
 def _describe_news(message: messages.NodeMessage) -> str:
     if isinstance(message, messages.Register):
         return f"registers, number {message.registration_index}"
+    if isinstance(message, messages.KVEvents):
+        return f"{len(message.events)} KV events from {message.first_sequence}"
     if isinstance(message, messages.Updates):
         return "; ".join(_describe_update(update) for update in message.updates)
     return ""
@@ -47,4 +49,6 @@ def _describe_command(message: messages.RouterMessage) -> str:
         return "drain"
     if isinstance(message, messages.RegisterAgain):
         return "register again"
+    if isinstance(message, messages.KVSnapshotRequest):
+        return "tell all KV"
     return ""

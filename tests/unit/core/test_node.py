@@ -278,3 +278,23 @@ def test_node_refused_ends_with_exit_code_one(node: NodeUnderTest) -> None:
     node.send_at(OUTSIDE, messages.RegisterReply(refusal="another model"))
     node.thread.join(DEADLINE_S)
     assert node.exit_code == 1
+
+
+def test_node_asked_for_kv_events_tells_its_cache_and_then_what_changes(node: NodeUnderTest) -> None:
+    node.register()
+    node.send(_generate("a", max_tokens=1))
+    node.wait_for_tokens("a", 1)
+    node.send(messages.KVSnapshotRequest())
+    told = node.wait_for(messages.KVEvents)
+    assert told.first_sequence == 0 and told.events[0] == messages.PoolCleared()
+    (stored,) = [event for event in told.events if isinstance(event, messages.BlockStored)]
+    assert len(stored.block_hashes) == 1, "the one full block of six tokens"
+    node.send(_generate("b", max_tokens=3))
+    change = node.wait_for(messages.KVEvents)
+    assert change.first_sequence == len(told.events)
+    node.send(messages.KVSnapshotRequest())
+    assert node.wait_for(messages.KVEvents).first_sequence > change.first_sequence
+    costs, end_s = messages.NodeCosts(), time.monotonic() + DEADLINE_S
+    while costs == messages.NodeCosts() and time.monotonic() < end_s:
+        costs = node.wait_for(messages.Heartbeat).costs
+    assert costs.prefill_overhead_ms + costs.prefill_ms_per_token + costs.prefill_ms_per_attended > 0
