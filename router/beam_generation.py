@@ -124,6 +124,11 @@ class BeamGeneration:
             for beam in search.beams.best()[: self.plan.num_choices]:
                 yield self._finish(search, beam)
 
+    @property
+    def has_ready_delta(self) -> bool:
+        """See Generation: a beam is told of as a whole."""
+        return False
+
     def answered_choices(self) -> list[RunningChoice]:
         """See Generation."""
         return self._choices

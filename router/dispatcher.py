@@ -147,8 +147,13 @@ class Dispatcher:
         return True
 
     async def _receive_forever(self) -> None:
+        # What is there already is read past zmq.asyncio, which needs longer for a message than all that is done about it.
+        ready: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         for count in itertools.count(1):
-            frames = await self._socket.recv_multipart()
+            try:
+                frames = ready.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                frames = await self._socket.recv_multipart()
             if count % MAX_MESSAGES_IN_A_ROW == 0:  # awaiting what is there already does not let others run
                 await asyncio.sleep(0)
             try:

@@ -53,6 +53,11 @@ class Generation(Protocol):
         """What the choices grow by, until all are finished. Raises GenerationFailedError or ClientGoneError."""
         ...
 
+    @property
+    def has_ready_delta(self) -> bool:
+        """True when `deltas` has something more to hand out at once."""
+        ...
+
     def answered_choices(self) -> list[RunningChoice]:
         """The choices of the answer, in order, once all are finished."""
         ...
@@ -124,8 +129,9 @@ class SampledGeneration:
             if item is None:
                 raise ClientGoneError(self._specs[0].request_id, "client_gone", "the client closed its connection")
             choice, event = item
-            if choice.is_finished:
-                continue  # tokens that were under way when a stop string was found
+            if choice.is_finished:  # tokens that were under way when a stop string was found
+                yield choice, ChoiceDelta()  # so that who waits for what has_ready_delta promised does not wait on
+                continue
             if isinstance(event, Fail):
                 raise GenerationFailedError(choice.request_id, event)
             delta = choice.take(event)
@@ -133,6 +139,11 @@ class SampledGeneration:
                 num_unfinished -= 1
                 self._core.cancel(choice.request_id, delta.finish_reason)  # it still runs when a stop string ended it
             yield choice, delta
+
+    @property
+    def has_ready_delta(self) -> bool:
+        """See Generation."""
+        return not self._queue.empty()
 
     def answered_choices(self) -> list[RunningChoice]:
         """See Generation: all, or the best num_choices of each prompt's candidates, the likeliest per token first."""

@@ -51,6 +51,7 @@ from router.tool_calls import ToolSupport, check_tool_definitions
 MAX_LONG_TEXTS = 2  # tokenized at a time: each takes a thread, and memory of many times its size
 LONG_CHAT_MESSAGES = 64  # the same for rendering a chat template
 LONG_TEXT_CHARS = 4096  # from here on tokenizing takes longer than a thread's hand-over
+MAX_EVENTS_TOGETHER = 64  # in one piece of a stream
 MAX_SESSION_KEY_CHARS = 1024  # of the header X-Session-Id; what follows makes no difference
 HTTP_CLIENT_CLOSED = 499  # seen by nobody: the client is gone
 
@@ -201,7 +202,7 @@ class GenerationEndpoints:
             # The status line waits for the first delivery, so that a request which fails before it gets a real error status.
             first = await anext(deltas)
             is_handed_over = True
-            return EventStreamResponse(_stream(generation, deltas, first, answers), generation, watcher)
+            return EventStreamResponse(stream_events(generation, deltas, first, answers), generation, watcher)
         except ClientGoneError:
             return Response(status_code=HTTP_CLIENT_CLOSED)
         finally:
@@ -256,26 +257,31 @@ def _of_client(plan: GenerationPlan, request: Request) -> GenerationPlan:
     return replace(plan, cache_salt=tenant_cache_salt(request.state.tenant, plan.cache_salt), session_key=session_key)
 
 
-async def _stream(
+async def stream_events(
     generation: Generation,
     deltas: AsyncIterator[tuple[RunningChoice, ChoiceDelta]],
     first: tuple[RunningChoice, ChoiceDelta],
     answers: AnswerFormat,
 ) -> AsyncIterator[bytes]:
+    """Events; those that are there together are sent together, since sending is most of what an event costs."""
     plan = generation.plan
+    usage: Usage | UnsetType | None = None if plan.include_usage else UNSET
+    waiting: list[bytes] = []
     try:
         async for choice, delta in _chain(first, deltas):
-            if delta.is_empty and not delta.is_first and not (plan.return_token_ids and delta.token_ids):
-                continue
-            usage: Usage | UnsetType | None = None if plan.include_usage else UNSET
-            yield _event(answers.chunk(choice, delta, generation.usage() if plan.has_continuous_usage else usage))
+            if not delta.is_empty or delta.is_first or (plan.return_token_ids and delta.token_ids):
+                waiting.append(_event(answers.chunk(choice, delta, generation.usage() if plan.has_continuous_usage else usage)))
+            if waiting and (len(waiting) >= MAX_EVENTS_TOGETHER or not generation.has_ready_delta):
+                yield b"".join(waiting)
+                waiting.clear()
         if plan.include_usage:
-            yield _event(answers.usage_chunk(generation.usage()))
-        yield b"data: [DONE]\n\n"
+            waiting.append(_event(answers.usage_chunk(generation.usage())))
+        waiting.append(b"data: [DONE]\n\n")
     except ClientGoneError:
         return
     except GenerationFailedError as error:
-        yield _event(ErrorResponse(ErrorBody(str(error), error.kind, None, error.http_status)))
+        waiting.append(_event(ErrorResponse(ErrorBody(str(error), error.kind, None, error.http_status))))
+    yield b"".join(waiting)
 
 
 async def _chain(

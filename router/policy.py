@@ -203,9 +203,9 @@ class Placer:
             stored = facts.num_stored_blocks > facts.num_pool_blocks.get(chosen.node_id, 0)
             reason = "stored" if stored else "cached" if chosen.node_id in facts.num_pool_blocks else "load"
         own_ms = self._predict(role, [chosen], facts)[0].own_ms
-        lacking = request.block_hashes[facts.num_pool_blocks.get(chosen.node_id, 0) :]
-        if lacking:
-            self._index.expect(chosen.node_id, lacking, request.now_s)
+        num_known = facts.num_pool_blocks.get(chosen.node_id, 0)
+        if num_known < len(request.block_hashes):
+            self._index.expect(chosen.node_id, request.block_hashes, request.now_s, num_known)
         return Placement(chosen.node_id, reason, own_ms)
 
     def _choose(self, role: str, nodes: Sequence[NodeSnapshot], facts: PromptFacts) -> NodeSnapshot:

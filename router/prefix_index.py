@@ -7,18 +7,24 @@ state without clocks and sockets, used from the router's event loop alone; Route
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 MAX_BLOCKS_PER_NODE = 1_000_000  # what a node reports beyond is not believed: a lying node does not fill our memory
 MAX_BLOCKS_PER_STORE = 4_000_000  # the oldest are forgotten
 EXPECTED_FOR_S = 5.0  # blocks that a dispatched request will bring are expected for this long, at most for twice as long
+_WALKED_BLOCKS = 64  # a multiple of _STRIDE
+_STRIDE = 64  # a power of 2
 _SWEPT_PER_CALL = 2048  # entries of dropped nodes that one change takes out: about a millisecond
 
 
 class PrefixIndex:
     """Blocks by node (medium "") and by store (medium: its connector's name), which outlives the nodes that told of it.
 
-    No holes are believed: an answer counts leading blocks that are there without a gap. A dropped node's bit is retired at once,
-    and its entries are swept out little by little by the changes that follow, since there may be a million of them.
+    No holes are believed: an answer counts leading blocks that are there without a gap. Of a very long prompt only the first
+    _WALKED_BLOCKS are looked up one by one; behind them it is searched for the place where each node's blocks end, since pools
+    give up a prompt's blocks from its tail (a hole there would cost a prediction, never an answer).
+    A dropped node's bit is retired at once, and its entries are swept out little by little by the changes that follow, since
+    there may be a million of them.
     """
 
     def __init__(self, max_blocks_per_node: int = MAX_BLOCKS_PER_NODE, max_blocks_per_store: int = MAX_BLOCKS_PER_STORE) -> None:
@@ -86,12 +92,20 @@ class PrefixIndex:
         self._retired_mask |= bit
         self._sweep()
 
-    def expect(self, node_id: str, block_hashes: Sequence[bytes], now_s: float) -> None:
-        """A request with these blocks was sent to the node: it will have them soon, or loses them unseen after a while."""
+    def expect(self, node_id: str, block_hashes: Sequence[bytes], now_s: float, num_known: int = 0) -> None:
+        """A request with these blocks was sent to the node: it will have them soon, or loses them unseen after a while.
+
+        block_hashes: from the prompt's first block on. num_known: leading ones that are there, of which nothing is to be noted.
+        Behind the first _WALKED_BLOCKS only each _STRIDE-th is noted and stands for those before it, so that noting a prompt of
+        100,000 tokens takes no longer than choosing a node for it.
+        """
         self.expire(now_s)
         bit = self._bit_of(node_id)
         masks = self._expected_masks
-        for block_hash in block_hashes:
+        for block_hash in block_hashes[num_known:_WALKED_BLOCKS]:
+            masks[block_hash] = masks.get(block_hash, 0) | bit
+        first = max(num_known, _WALKED_BLOCKS) | (_STRIDE - 1)
+        for block_hash in block_hashes[first::_STRIDE]:
             masks[block_hash] = masks.get(block_hash, 0) | bit
 
     def expire(self, now_s: float) -> None:
@@ -113,7 +127,7 @@ class PrefixIndex:
         is_expecting = is_expecting and bool(self._expected_masks or self._last_expected_masks)
         num_leading: dict[str, int] = {}
         remaining = self._live_mask
-        for place, block_hash in enumerate(block_hashes):
+        for place, block_hash in enumerate(islice(block_hashes, _WALKED_BLOCKS)):
             mask = of_nodes(block_hash, 0) & remaining
             if mask == remaining:
                 continue
@@ -125,7 +139,9 @@ class PrefixIndex:
                 if not mask:
                     return num_leading
                 remaining = mask
-        if block_hashes:
+        if len(block_hashes) > _WALKED_BLOCKS:
+            self._search(num_leading, remaining, block_hashes, is_expecting)
+        elif block_hashes:
             self._set(num_leading, remaining, len(block_hashes))
         return num_leading
 
@@ -153,6 +169,34 @@ class PrefixIndex:
             self._num_blocks[bit] = 0
             self._live_mask |= bit
         return bit
+
+    def _search(self, num_leading: dict[str, int], remaining: int, block_hashes: Sequence[bytes], is_expecting: bool) -> None:
+        """The rest of a long prompt, of which `remaining` have the first _WALKED_BLOCKS: in growing steps, then by halves."""
+
+        def mask_at(place: int) -> int:
+            mask = self._masks.get(block_hashes[place], 0)
+            noted = place | (_STRIDE - 1)
+            if is_expecting and noted <= last:
+                block_hash = block_hashes[noted]
+                mask |= self._expected_masks.get(block_hash, 0) | self._last_expected_masks.get(block_hash, 0)
+            return mask & remaining
+
+        had, step, last = _WALKED_BLOCKS - 1, 1, len(block_hashes) - 1  # all of `remaining` have block `had`
+        while remaining and had < last:
+            missed = min(had + step, last)
+            if mask_at(missed) == remaining:
+                had, step = missed, step * 2
+                continue
+            while missed - had > 1:
+                middle = (had + missed) // 2
+                if mask_at(middle) == remaining:
+                    had = middle
+                else:
+                    missed = middle
+            left = mask_at(missed)
+            self._set(num_leading, remaining ^ left, missed)
+            remaining, had, step = left, missed, 1
+        self._set(num_leading, remaining, len(block_hashes))
 
     def _set(self, num_leading: dict[str, int], mask: int, count: int) -> None:
         while mask:

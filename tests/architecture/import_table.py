@@ -64,7 +64,7 @@ IMPORT_TABLE: dict[str, Room] = {
         ),
     ),
     "deploy": Room(ours=("core", "connectors", "router", "prefill_node", "decode_node")),
-    "bench": Room(ours=ANYTHING_OF_OURS, outside=frozenset({"httpx", "tqdm", "numpy", "torch"})),
+    "bench": Room(ours=ANYTHING_OF_OURS, outside=frozenset({"httpx", "msgspec", "psutil", "tqdm", "numpy", "torch", "zmq"})),
     "bench.vllm_process": Room(outside=frozenset({"vllm"})),  # runs as a program in vLLM's own environment
 }
 

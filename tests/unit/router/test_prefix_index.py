@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 
 from router import prefix_index
-from router.prefix_index import EXPECTED_FOR_S, PrefixIndex
+from router.prefix_index import _STRIDE, _WALKED_BLOCKS, EXPECTED_FOR_S, PrefixIndex
 
 CHAINS = [[bytes([chain, place]) * 8 for place in range(12)] for chain in range(4)]
 
@@ -119,3 +119,29 @@ def test_prefix_index_many_restarts_leave_no_entries_and_reuse_bits() -> None:
     index.store("b", CHAINS[1][:1])
     assert list(index._masks) == CHAINS[1][:1]
     assert index._live_mask.bit_length() <= 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prefix_index_long_prompts_are_searched_to_the_same_end(seed: int) -> None:
+    chance = random.Random(seed)
+    prompt = [place.to_bytes(16, "big") for place in range(3000)]
+    index = PrefixIndex()
+    num_told: dict[str, int] = {}
+    num_expected: dict[str, int] = {}
+    for number in range(chance.randint(1, 12)):
+        node_id = f"node-{number}"
+        num_expected[node_id] = chance.choice([0, 5, 63, 64, 65, 127, 128, 129, 3000, chance.randrange(3000)])
+        num_told[node_id] = chance.randint(0, num_expected[node_id])
+        index.store(node_id, prompt[: num_told[node_id]])
+        index.expect(node_id, prompt[: num_expected[node_id]], now_s=0.0, num_known=num_told[node_id])
+    for num_asked in (0, 1, 63, 64, 65, 127, 1000, 3000):
+        for unknown in (0, 1, 500):
+            asked = prompt[:num_asked] + [bytes([255]) * 15 + bytes([number % 256]) for number in range(unknown)]
+            there = {node_id: min(told, num_asked) for node_id, told in num_told.items() if min(told, num_asked)}
+            assert index.match(asked) == there
+            for node_id, count in num_expected.items():
+                shared = min(count, num_asked)
+                believed = shared if shared <= _WALKED_BLOCKS else shared // _STRIDE * _STRIDE
+                if believed > there.get(node_id, 0):
+                    there[node_id] = believed
+            assert index.match(asked, is_expecting=True) == there
