@@ -19,7 +19,7 @@ namespace kvrelay {
 namespace {
 
 constexpr int64_t SPLIT_TILES = 8;
-constexpr int64_t QUERY_TILE_TOKENS = 32;  // query tokens that share a packed tile
+constexpr int64_t QUERY_TILE_TOKENS = 64;  // query tokens that share a packed tile
 constexpr int64_t FEW_TOKENS = 4;          // so few have all heads in one piece: the heads of a key lie side by side in memory
 constexpr float LOWEST = std::numeric_limits<float>::lowest();  // the maximum of what has seen nothing
 

@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "row_ops.h"
 
@@ -10,6 +11,7 @@ namespace kvrelay {
 namespace {
 
 constexpr int64_t BLOCK_ROWS = 96;
+constexpr int64_t FEW_ROWS = 4;  // for so few, every thread norms and activates all by itself rather than wait for the others
 constexpr int64_t MIN_ROWS_PER_THREAD = 48;  // with fewer, threads share the rows and divide the outputs
 
 // Whether threads take blocks of rows, each with all outputs, or all rows and some outputs each (then weights are read once).
@@ -25,6 +27,14 @@ template <typename T, typename O>
 inline void my_panels(const PackedWeight<T>& weight, const T* inputs, const T* residual, O* outputs, int64_t num_rows) {
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads(), panels = weight.num_panels();
     multiply(weight, inputs, residual, outputs, 0, num_rows, panels * thread / threads, panels * (thread + 1) / threads);
+}
+
+// Memory of the calling thread, valid until it asks again.
+template <typename T>
+inline T* own_memory(int64_t size) {
+    static thread_local std::vector<T> memory;
+    if (int64_t(memory.size()) < size) memory.resize(size);
+    return memory.data();
 }
 
 template <typename Work>
@@ -69,6 +79,15 @@ void norm_linear(const PackedWeight<T>& weight, const T* inputs, const T* norm_w
         });
         return;
     }
+    if (num_rows <= FEW_ROWS) {
+#pragma omp parallel
+        {
+            T* own = own_memory<T>(num_rows * size);
+            for (int64_t row = 0; row < num_rows; ++row) rms_norm(inputs + row * size, norm_weight, own + row * size, size, epsilon);
+            my_panels<T, T>(weight, own, nullptr, outputs, num_rows);
+        }
+        return;
+    }
 #pragma omp parallel
     {
 #pragma omp for schedule(static)
@@ -96,6 +115,18 @@ void feed_forward(const PackedWeight<T>& gate_up_weight, const PackedWeight<T>& 
             for (int64_t row = first; row < end; ++row) activate_row(row);
             multiply<T, T>(down_weight, activated, hidden, hidden, first, end, 0, down_weight.num_panels());
         });
+        return;
+    }
+    if (num_rows <= FEW_ROWS) {
+#pragma omp parallel
+        {
+            T* own = own_memory<T>(num_rows * std::max(size, inner));
+            for (int64_t row = 0; row < num_rows; ++row) rms_norm(hidden + row * size, norm_weight, own + row * size, size, epsilon);
+            my_panels<T, T>(gate_up_weight, own, nullptr, gate_up, num_rows);
+#pragma omp barrier
+            for (int64_t row = 0; row < num_rows; ++row) silu_multiply(gate_up + row * 2 * inner, own + row * inner, inner);
+            my_panels<T, T>(down_weight, own, hidden, hidden, num_rows);
+        }
         return;
     }
 #pragma omp parallel

@@ -8,9 +8,9 @@ namespace {
 constexpr int64_t BLOCK_ROWS = 96;  // rows whose inputs stay in the cache while the panels pass
 
 template <int ROWS, typename T, typename O>
-void multiply_tile(const PackedWeight<T>& weight, const T* inputs, const T* residual, O* outputs, int64_t panel) {
+void multiply_tile(const PackedWeight<T>& weight, const T* inputs, const T* residual, O* outputs, int64_t panel, Ahead ahead) {
     Tile<ROWS> tile = {};
-    accumulate<ROWS>(tile, weight.panels + panel * PANEL * weight.num_inputs, inputs, weight.num_inputs);
+    accumulate<ROWS>(tile, weight.panels + panel * PANEL * weight.num_inputs, inputs, weight.num_inputs, ahead);
     for (int half = 0; half < VECTORS; ++half) {
         const int64_t column = panel * PANEL + half * LANES;
         const int count = int(std::min<int64_t>(LANES, weight.num_outputs - column));
@@ -32,11 +32,12 @@ void multiply_tile(const PackedWeight<T>& weight, const T* inputs, const T* resi
 }
 
 template <int ROWS, typename T, typename O>
-void multiply_rows(int64_t num_rows, const PackedWeight<T>& weight, const T* inputs, const T* residual, O* outputs, int64_t panel) {
+void multiply_rows(int64_t num_rows, const PackedWeight<T>& weight, const T* inputs, const T* residual, O* outputs, int64_t panel,
+                   Ahead ahead) {
     if constexpr (ROWS > 1) {
-        if (num_rows < ROWS) return multiply_rows<ROWS - 1, T, O>(num_rows, weight, inputs, residual, outputs, panel);
+        if (num_rows < ROWS) return multiply_rows<ROWS - 1, T, O>(num_rows, weight, inputs, residual, outputs, panel, ahead);
     }
-    multiply_tile<ROWS, T, O>(weight, inputs, residual, outputs, panel);
+    multiply_tile<ROWS, T, O>(weight, inputs, residual, outputs, panel, ahead);
 }
 
 }  // namespace
@@ -47,14 +48,22 @@ void multiply(const PackedWeight<T>& weight, const T* inputs, const T* residual,
     for (int64_t block = first_row; block < end_row; block += BLOCK_ROWS) {
         const int64_t block_rows = std::min(BLOCK_ROWS, end_row - block);
         const int64_t num_tiles = (block_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
-        for (int64_t panel = first_panel; panel < end_panel; ++panel)
+        const int64_t panel_lines = PANEL * weight.num_inputs * int64_t(sizeof(T)) / LINE_BYTES;
+        for (int64_t panel = first_panel; panel < end_panel; ++panel) {
+            const char* next_panel = reinterpret_cast<const char*>(weight.panels + (panel + 1) * PANEL * weight.num_inputs);
             for (int64_t tile = 0; tile < num_tiles; ++tile) {  // of nearly equal numbers of rows
                 const int64_t row = block + tile * block_rows / num_tiles;
                 const int64_t rows = block + (tile + 1) * block_rows / num_tiles - row;
                 const int64_t at = row * weight.num_outputs;
+                Ahead ahead;  // each tile of rows fetches its part of the next panel; a single one finds its own as it comes
+                if (num_tiles > 1 && panel + 1 < end_panel) {
+                    const int64_t first_line = panel_lines * tile / num_tiles;
+                    ahead = {next_panel + first_line * LINE_BYTES, panel_lines * (tile + 1) / num_tiles - first_line};
+                }
                 multiply_rows<MAX_TILE_ROWS, T, O>(rows, weight, inputs + row * weight.num_inputs,
-                                                   residual ? residual + at : nullptr, outputs + at, panel);
+                                                   residual ? residual + at : nullptr, outputs + at, panel, ahead);
             }
+        }
     }
 }
 

@@ -16,6 +16,20 @@ constexpr int MAX_TILE_ROWS = 12;  // 24 of 32 registers accumulate
 constexpr int MAX_TILE_ROWS = 3;  // what 16 registers of AVX2, and 32 of NEON, hold
 #endif
 constexpr int64_t PREFETCH_BYTES = 2048;
+constexpr int64_t LINE_BYTES = 64;
+
+// Memory that will be read later, to be brought closer meanwhile: one line per pair of inputs that is multiplied.
+struct Ahead {
+    const char* next = nullptr;
+    int64_t num_lines = 0;
+
+    void step() {
+        if (num_lines <= 0) return;
+        __builtin_prefetch(next, 0, 2);
+        next += LINE_BYTES;
+        --num_lines;
+    }
+};
 
 template <int ROWS>
 struct Tile {
@@ -23,8 +37,9 @@ struct Tile {
 };
 
 template <int ROWS>
-inline void accumulate(Tile<ROWS>& tile, const float* panel, const float* inputs, int64_t num_inputs) {
+inline void accumulate(Tile<ROWS>& tile, const float* panel, const float* inputs, int64_t num_inputs, Ahead ahead = {}) {
     for (int64_t k = 0; k < num_inputs; ++k) {
+        ahead.step();
         const vfloat left = load(panel + k * PANEL), right = load(panel + k * PANEL + LANES);
         if (ROWS <= 4) __builtin_prefetch(panel + k * PANEL + PREFETCH_BYTES / sizeof(float));
         for (int row = 0; row < ROWS; ++row) {
@@ -36,8 +51,9 @@ inline void accumulate(Tile<ROWS>& tile, const float* panel, const float* inputs
 }
 
 template <int ROWS>
-inline void accumulate(Tile<ROWS>& tile, const bf16* panel, const bf16* inputs, int64_t num_inputs) {
+inline void accumulate(Tile<ROWS>& tile, const bf16* panel, const bf16* inputs, int64_t num_inputs, Ahead ahead = {}) {
     for (int64_t k = 0; k < num_inputs; k += 2) {
+        ahead.step();
         const bf16* pairs = panel + k * PANEL;
         if (ROWS <= 4) {
             __builtin_prefetch(pairs + PREFETCH_BYTES / sizeof(bf16));
