@@ -55,6 +55,9 @@ def load_parallel(
     or ModelLoadError.
     """
     num_ranks = engine.tensor_parallel_size
+    if description.quantization != "none" or description.kv_layout.dtype != description.dtype:
+        allowed = "1 with model.quantization, or with a model.kv_cache_dtype other than model.dtype"
+        raise ConfigError("engine.tensor_parallel_size", num_ranks, allowed)
     shards = split_model(description.architecture, num_ranks)
     devices = _devices_of(engine.device, num_ranks)
     is_on_cuda = devices[0] != "cpu"

@@ -106,6 +106,14 @@ def test_load_parallel_more_ranks_than_kv_heads_is_refused_before_anything_is_st
         load_parallel(tmp_path, description, engine, 8)
 
 
+@pytest.mark.parametrize("changes", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}])
+def test_load_parallel_of_fewer_bits_is_refused_before_anything_is_started(tmp_path: Path, changes: dict[str, str]) -> None:
+    save_llama(tmp_path)
+    description = describe_model(tmp_path, ModelOptions(dtype="float32", **changes), 16)
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size: got 2; allowed: 1 with model.quantization"):
+        load_parallel(tmp_path, description, EngineOptions(tensor_parallel_size=2), 8)
+
+
 @pytest.mark.parametrize("value", [0, 65])
 def test_tensor_parallel_size_out_of_range_is_refused(value: int) -> None:
     with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size"):

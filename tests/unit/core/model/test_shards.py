@@ -73,6 +73,11 @@ def test_split_model_more_ranks_than_kv_heads_is_refused(num_ranks: int) -> None
         split_model(SMOLLM2, num_ranks)
 
 
+def test_split_model_of_another_family_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size.*1 for gemma"):
+        split_model(dataclasses.replace(SMOLLM2, family="gemma", norm_offset=1.0), 2)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_slice_projection_parts_together_are_the_whole(num_ranks: int) -> None:
     """By outputs: each part has its rows of the product. By inputs: the parts' products add up to it."""
