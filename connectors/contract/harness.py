@@ -16,8 +16,9 @@ import pytest
 from connectors.contract.node import LAYOUT, Node, SteppedClock
 from connectors.contract.peer import Peer
 from connectors.registry import create_connector
+from core.errors import ConfigError
 from core.kv.connector import KVConnector
-from core.kv.layout import KVLayout
+from core.kv.layout import FLOAT_DTYPES, KVLayout
 
 
 class ConnectorHarness(ABC):
@@ -31,6 +32,7 @@ class ConnectorHarness(ABC):
     is_shared = True  # other processes see a saved block
     is_one_place = True  # a block outlives the node that saved it while others use the store, and is kept once
     max_file_bytes = 0  # a process that may write files of this size cannot hold 512 blocks; 0: the store has no files
+    takes_floats_only = False  # a layout of 8-bit numbers is refused with a ConfigError
     min_usable_fraction = 0.8  # of what is stored after evictions, the part that some prefix still reaches
 
     def __init__(self, directory: Path) -> None:
@@ -90,9 +92,22 @@ class ConnectorHarness(ABC):
     def open_node_with(self, options: dict[str, Any], layout: KVLayout = LAYOUT) -> Node:
         """A node of this process with these options."""
         clock = SteppedClock()
-        node = Node(self.create(options, clock), clock, layout)
+        connector = self.create(options, clock)
+        try:
+            node = Node(connector, clock, layout)
+        except BaseException:
+            connector.close()
+            raise
         self._nodes.append(node)
         return node
+
+    def takes(self, layout: KVLayout) -> bool:
+        """Whether the store is for this layout; where it is not, it must say so when a node opens it."""
+        if not self.takes_floats_only or layout.dtype in FLOAT_DTYPES:
+            return True
+        with pytest.raises(ConfigError):
+            self.open_node(layout=layout)
+        return False
 
     def open_peer(self, store: str = "store", num_blocks: int = 256, max_file_bytes: int = 0) -> Peer:
         """A node in a process of its own."""

@@ -52,6 +52,8 @@ class TestNvmeEncrypted(ConnectorContract):
 
 
 class EncryptedRedisHarness(RedisHarness):
+    takes_floats_only = True  # as its codec does
+
     def options(self, store: str, num_blocks: int) -> dict[str, Any]:
         coded = {"codec": "zstd", "encryption_key_file": key_file(self.directory)}
         return {**super().options(store, num_blocks), **coded}
