@@ -34,7 +34,8 @@ def apply_token_masks(logits: Tensor, rows: Sequence[SampledRow]) -> None:
     if not masked:
         return
     vocab_size = logits.shape[1]
-    masks = np.frombuffer(b"".join(rows[i].mask or b"" for i in masked), dtype=np.uint8)
+    num_bytes = -(-vocab_size // 8)  # masks may be longer, each as it likes
+    masks = np.frombuffer(b"".join((rows[i].mask or b"")[:num_bytes] for i in masked), dtype=np.uint8)
     biases = torch.from_numpy(_BIASES_BY_BYTE).to(logits.dtype)
     allowed = biases.index_select(0, torch.from_numpy(masks.astype(np.int64))).view(len(masked), -1)[:, :vocab_size]
     lowest = max(torch.finfo(logits.dtype).min, LOWEST_LOGIT)

@@ -118,9 +118,10 @@ def test_n_choices_compute_their_prompt_once_per_node(client: openai.OpenAI, clu
     prompt = token_prompts()[-1][:200]
 
     def recomputed(role: str) -> float:
-        return cluster.client.metric("kvrelay_prompt_tokens_by_source_total", source="recomputed", role=role)
+        return cluster.client.metric(name, source="recomputed", role=role)
 
-    before = {role: recomputed(role) for role in ("prefill", "decode")}
+    name = "kvrelay_prompt_tokens_by_source_total"
+    before = {role: cluster.client.settled_metric(name, source="recomputed", role=role) for role in ("prefill", "decode")}
     answer = client.completions.create(model=MODEL_NAME, prompt=prompt, max_tokens=4, n=4, seed=3)
     assert len(answer.choices) == 4 and answer.usage is not None and answer.usage.prompt_tokens == 200
     # Siblings compute what no full block holds: at the prefill node the 8 tokens behind 192, at the decode node one more.

@@ -125,7 +125,7 @@ def test_structured_outputs_chat_follows_the_schema(cluster: Cluster) -> None:
 
 
 def test_structured_outputs_wrong_grammar_is_400_and_reaches_no_node(cluster: Cluster) -> None:
-    before = cluster.client.metric("kvrelay_request_finished_total")
+    before = cluster.client.settled_metric("kvrelay_request_finished_total")
     for body, field in (
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         (
@@ -136,7 +136,7 @@ def test_structured_outputs_wrong_grammar_is_400_and_reaches_no_node(cluster: Cl
     ):
         response = cluster.client.http.post("/v1/completions", json={"prompt": PROMPT, **body})
         assert response.status_code == 400 and response.json()["error"]["param"].startswith(field), response.text
-    assert cluster.client.metric("kvrelay_request_finished_total") == before
+    assert cluster.client.settled_metric("kvrelay_request_finished_total") == before
 
 
 @pytest.mark.timeout(300)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+SETTLED_S = 2.0  # four heartbeats without a change
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -93,6 +95,15 @@ class ClusterClient:
         """The sum of a metric's samples that carry these labels; 0 when there is none."""
         wanted = set(labels.items())
         return sum(value for found, value in self.metrics().get(name, {}).items() if wanted <= set(found))
+
+    def settled_metric(self, name: str, **labels: str) -> float:
+        """The same, when what nodes have done before has arrived: their news comes with heartbeats, behind answers."""
+        value, since_s = self.metric(name, **labels), time.monotonic()
+        while time.monotonic() - since_s < SETTLED_S:
+            time.sleep(0.2)
+            if (now := self.metric(name, **labels)) != value:
+                value, since_s = now, time.monotonic()
+        return value
 
     def close(self) -> None:
         """Close all connections."""

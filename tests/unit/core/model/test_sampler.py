@@ -237,6 +237,13 @@ def test_sampler_mask_leaves_the_odds_of_what_it_allows() -> None:
     assert abs(tokens.count(4) / len(tokens) - math.e / (1 + math.e)) < 0.04
 
 
+def test_sampler_masks_of_different_lengths_each_mask_their_row() -> None:
+    longer = dataclasses.replace(make_row(), mask=mask_of({2}) + b"\xff" * 32)
+    logits = torch.zeros(2, 5)
+    apply_token_masks(logits, [masked_row({1, 4}), longer])
+    assert [torch.nonzero(row == 0).flatten().tolist() for row in logits] == [[1, 4], [2]]
+
+
 def test_sampler_row_without_a_mask_is_not_touched_by_its_neighbours() -> None:
     logits = torch.randn(2, 5)
     before = logits[1].clone()
