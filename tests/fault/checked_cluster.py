@@ -11,11 +11,11 @@ from typing import Any
 
 from tests.fault.process_samples import ProcessSampler
 from tests.fault.verified_load import Question, VerifiedClient, make_questions
-from tests.support.cluster import MODEL_NAME, Cluster, ClusterSpec
+from tests.support.cluster import MODEL_NAME, SLOW_KERNELS, Cluster, ClusterSpec
 from tests.support.redis_server import RedisProcess
 
 MODEL = "smollm2"
-ENGINE = {"kv_pool_mib": 300, "max_num_batched_tokens": 256}
+ENGINE = {**SLOW_KERNELS, "kv_pool_mib": 300, "max_num_batched_tokens": 256}
 
 
 class CheckedCluster:

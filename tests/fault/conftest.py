@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.prompts import MODEL
 from tests.fault.rig import HEARTBEAT_TIMEOUT_S, Rig
-from tests.support.cluster import Cluster, ClusterSpec
+from tests.support.cluster import SLOW_KERNELS, Cluster, ClusterSpec
 
 
 @pytest.fixture(scope="package")
@@ -19,7 +19,7 @@ def shared_rig() -> Iterator[Rig]:
         prefill=2,
         decode=2,
         dtype="bfloat16",
-        engine={"kv_pool_mib": 300, "max_num_batched_tokens": 128},
+        engine={**SLOW_KERNELS, "kv_pool_mib": 300, "max_num_batched_tokens": 128},
         router={"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S},
     )
     with Cluster(spec) as cluster:

@@ -15,7 +15,7 @@ import pytest
 from tests.contract.small_disk import fill_up, mounted_tmpfs
 from tests.e2e.prompts import MODEL
 from tests.fault.store_rig import StoreRig
-from tests.support.cluster import Cluster, ClusterSpec
+from tests.support.cluster import SLOW_KERNELS, Cluster, ClusterSpec
 
 KINDS = ("index", "segment")
 CORRUPTION_INTERVAL_S = 0.002
@@ -32,7 +32,7 @@ def _store_rig(connector: str, root: Path, **options: object) -> Iterator[StoreR
         dtype="bfloat16",
         connector=connector,
         connector_options=options,
-        engine={"kv_pool_mib": 192, "max_num_batched_tokens": 256, "kv_load_policy": "always"},
+        engine={**SLOW_KERNELS, "kv_pool_mib": 192, "max_num_batched_tokens": 256, "kv_load_policy": "always"},
     )
     with Cluster(spec) as cluster:
         rig = StoreRig(cluster, root if connector == "nvme" else None)

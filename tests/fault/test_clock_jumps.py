@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.prompts import MODEL
 from tests.fault.rig import HEARTBEAT_TIMEOUT_S
 from tests.fault.verified_load import Outcome, Question, VerifiedClient
-from tests.support.cluster import MODEL_NAME, Cluster, ClusterSpec
+from tests.support.cluster import MODEL_NAME, SLOW_KERNELS, Cluster, ClusterSpec
 
 FAKETIME = next(iter(sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))), None)  # Debian's package faketime
 DAY_S = 86_400
@@ -31,7 +31,7 @@ def cluster(offset_file: Path) -> Iterator[Cluster]:
         model=MODEL,
         prefill=0,
         dtype="bfloat16",
-        engine={"kv_pool_mib": 192},
+        engine={**SLOW_KERNELS, "kv_pool_mib": 192},
         router={"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S},
         environment={
             "LD_PRELOAD": str(FAKETIME),

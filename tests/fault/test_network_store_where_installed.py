@@ -15,7 +15,7 @@ import pytest
 from core.wire.curve import create_keys
 from tests.e2e.prompts import MODEL
 from tests.fault.store_rig import StoreRig
-from tests.support.cluster import Cluster, ClusterSpec
+from tests.support.cluster import SLOW_KERNELS, Cluster, ClusterSpec
 from tests.support.delaying_proxy import DelayingProxy
 from tests.support.network_namespace import NetworkNamespace, can_make_namespaces
 from tests.support.redis_server import EXECUTABLE, RedisProcess
@@ -52,7 +52,13 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetworkRig]:
             dtype="bfloat16",
             connector="redis",
             connector_options={"url": f"redis://{network.links['store'].host_address}:{path.port}/0", "op_timeout_s": 1.0},
-            engine={"kv_pool_mib": 192, "max_num_batched_tokens": 256, "kv_load_policy": "always", "kv_load_timeout_s": 3.0},
+            engine={
+                **SLOW_KERNELS,
+                "kv_pool_mib": 192,
+                "max_num_batched_tokens": 256,
+                "kv_load_policy": "always",
+                "kv_load_timeout_s": 3.0,
+            },
             router={"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S},
             control_host=network.links["router"].host_address,
             keys=str(folder / "keys"),

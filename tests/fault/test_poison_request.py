@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.prompts import MODEL
 from tests.fault.verified_load import Outcome, Question, VerifiedClient, VerifiedLoad, make_questions
-from tests.support.cluster import MODEL_NAME, Cluster, ClusterSpec
+from tests.support.cluster import MODEL_NAME, SLOW_KERNELS, Cluster, ClusterSpec
 from tests.support.poisoned_node import POISON
 
 MAX_NODE_DEATHS = 3
@@ -24,7 +24,7 @@ def cluster() -> Iterator[Cluster]:
         prefill=1,
         decode=2,
         dtype="bfloat16",
-        engine={"kv_pool_mib": 200, "max_num_batched_tokens": 128},
+        engine={**SLOW_KERNELS, "kv_pool_mib": 200, "max_num_batched_tokens": 128},
         router={"max_node_deaths": MAX_NODE_DEATHS, "max_attempts": 20, "node_wait_s": 60.0},
         node_module="tests.support.poisoned_node",
     )

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.prompts import MODEL
 from tests.fault.store_rig import StoreRig
-from tests.support.cluster import Cluster, ClusterSpec
+from tests.support.cluster import SLOW_KERNELS, Cluster, ClusterSpec
 from tests.support.ray_node import RayNode
 
 
@@ -29,7 +29,7 @@ def rig() -> Iterator[RayRig]:
         dtype="bfloat16",
         connector="ray",
         connector_options={**ray.options, "capacity_bytes": "128MiB", "linger_s": 5.0},
-        engine={"kv_pool_mib": 192, "max_num_batched_tokens": 256, "kv_load_policy": "always"},
+        engine={**SLOW_KERNELS, "kv_pool_mib": 192, "max_num_batched_tokens": 256, "kv_load_policy": "always"},
     )
     try:
         with Cluster(spec) as cluster:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.prompts import MODEL
 from tests.fault.store_rig import StoreRig
-from tests.support.cluster import Cluster, ClusterSpec
+from tests.support.cluster import SLOW_KERNELS, Cluster, ClusterSpec
 from tests.support.redis_server import EXECUTABLE, RedisProcess
 
 pytestmark = [pytest.mark.skipif(EXECUTABLE is None, reason="there is no redis-server"), pytest.mark.timeout(400)]
@@ -55,7 +55,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TieredRig]:
             "redis": {"url": redis.url, "op_timeout_s": 1.0},
         },
         pool_name=pool_name,
-        engine={"kv_pool_mib": 192, "max_num_batched_tokens": 256, "kv_load_policy": "always"},
+        engine={**SLOW_KERNELS, "kv_pool_mib": 192, "max_num_batched_tokens": 256, "kv_load_policy": "always"},
     )
     try:
         with Cluster(spec) as cluster:

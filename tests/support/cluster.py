@@ -44,6 +44,10 @@ STOP_TIMEOUT_S = 20.0
 NUM_LOG_LINES_SHOWN = 40
 
 
+# Of the engine: plain torch takes so long that prompts and streams have a middle, in which something can be killed.
+SLOW_KERNELS = {"cpu_kernels": "torch"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     """What to start. engine, router and connector_options are keys of the configuration's sections, over small defaults.
