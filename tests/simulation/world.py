@@ -32,7 +32,11 @@ class World:
 
     def after(self, delay_s: float, event: Event) -> None:
         """Run an event later."""
-        heapq.heappush(self._events, (self._now_s + delay_s, next(self._order), event))
+        self.at(self._now_s + delay_s, event)
+
+    def at(self, when_s: float, event: Event) -> None:
+        """Run an event at a time; those of the same time come in the order in which they were asked for."""
+        heapq.heappush(self._events, (when_s, next(self._order), event))
 
     def run_until(self, end_s: float) -> None:
         """Run everything that is due up to end_s."""
@@ -91,16 +95,16 @@ class Link:
             self._log("lost: ", direction, frame)
             return
         if network.repetition and rng.random() < network.repetition:
-            self._deliver(direction, frame, delay_s + rng.random() * 0.1)
+            self._deliver(direction, frame, self.world.now_s() + delay_s + rng.random() * 0.1)
         if network.reordering and rng.random() < network.reordering:
-            self._deliver(direction, frame, delay_s + rng.random() * 0.1)
+            self._deliver(direction, frame, self.world.now_s() + delay_s + rng.random() * 0.1)
             return
         earliest_s = max(self._last_arrival_s.get(direction, 0.0), self.stalled_until_s)
         arrival_s = max(self.world.now_s() + delay_s, earliest_s)
         self._last_arrival_s[direction] = arrival_s
-        self._deliver(direction, frame, arrival_s - self.world.now_s())
+        self._deliver(direction, frame, arrival_s)  # to the bit: a rounding would let one overtake the other
 
-    def _deliver(self, direction: str, frame: bytes, delay_s: float) -> None:
+    def _deliver(self, direction: str, frame: bytes, arrival_s: float) -> None:
         deliver = self.to_router if direction == "to_router" else self.to_node
 
         def arrive() -> None:
@@ -108,7 +112,7 @@ class Link:
                 self._log("", direction, frame)
                 deliver(frame)
 
-        self.world.after(delay_s, arrive)
+        self.world.at(arrival_s, arrive)
 
     def _log(self, prefix: str, direction: str, frame: bytes) -> None:
         if self.world.is_traced and (text := describe(self.node_name, direction, frame)):
